@@ -33,7 +33,7 @@ struct Fields {
   int64_t num_logical_pages = 0, first_length = 0, num_covered = 0;
   struct Group {
     int64_t index = 0, layer_begin = 0, layer_end = 0, num_pages = 0, num_bytes = 0;
-    int64_t first_position = 0;
+    int64_t first_position = 0, state_length = 0;
     std::string dtype, kv_dtype;  // the latter with a codec only
     std::vector<int64_t> shape;
   };
@@ -61,6 +61,7 @@ Fields::Group ReadGroup(JsonReader* reader) {
        {"layer_begin", integer(&group.layer_begin)},
        {"layer_end", integer(&group.layer_end)},
        {"first_position", integer(&group.first_position), false},
+       {"state_length", integer(&group.state_length), false},
        {"num_logical_pages", integer(&group.num_pages)},
        {"dtype", [&] { group.dtype = reader->String(); }},
        {"kv_dtype", [&] { group.kv_dtype = reader->String(); }, false},
@@ -188,100 +189,74 @@ void CheckLayout(const Fields& fields, const CheckpointLayout& layout) {
   if (!agrees) Raise(kValueError, "checkpoint metadata: the fields do not agree with the layout");
 }
 
-void CheckGroup(const Fields& fields, int64_t layer, const CheckpointLayout& layout) {
-  const Fields::Group& group = fields.groups[layer];
+/*! \brief A page group as it must be: of a layer, or of its states. */
+struct ExpectedGroup {
+  int64_t index, layer, num_positions, page_size;
+  std::string dtype, kv_dtype;
+
+  static ExpectedGroup Of(const CheckpointLayout& layout, int64_t index, int64_t layer,
+                          int64_t length, int64_t state_length) {
+    const CheckpointLayout::Layer& about = layout.layers[layer];
+    if (index >= layout.num_layers()) {
+      return {index, layer, state_length, about.interval, "float32", ""};
+    }
+    return {index,
+            layer,
+            length,
+            layout.page_size,
+            about.GroupDtype(),
+            about.codec_page_bytes ? about.kv_dtype : ""};
+  }
+  bool has_states(const CheckpointLayout& layout) const { return index >= layout.num_layers(); }
+  int64_t NumPages(int64_t first_page) const {
+    return (num_positions + page_size - 1) / page_size - first_page;
+  }
+  std::vector<int64_t> Shape(const CheckpointLayout& layout, int64_t num_pages) const {
+    return has_states(layout) ? layout.StatesShape(layer, num_pages)
+                              : layout.GroupShape(layer, num_pages);
+  }
+  /*! \brief Metadata may claim any number of pages, so this may wrap around. */
+  int64_t NumBytes(const CheckpointLayout& layout, int64_t num_pages) const {
+    if (!has_states(layout)) return num_pages * layout.PageBytes(layer);
+    uint64_t num_bytes = sizeof(float);
+    for (int64_t extent : layout.StatesShape(layer, num_pages)) num_bytes *= extent;
+    return static_cast<int64_t>(num_bytes);
+  }
+};
+
+void CheckGroup(const Fields& fields, const CheckpointLayout& layout, int64_t index,
+                int64_t layer) {
+  const Fields::Group& group = fields.groups[index];
   auto check = [&](const char* name, int64_t actual, int64_t expected) {
     if (actual == expected) return;
-    Raise(kValueError, "checkpoint metadata: ", name, " of group ", layer, " must be ", expected,
+    Raise(kValueError, "checkpoint metadata: ", name, " of group ", index, " must be ", expected,
           ", got ", actual);
   };
-  check("group_index", group.index, layer);
+  check("group_index", group.index, index);
   check("layer_begin", group.layer_begin, layer);
   check("layer_end", group.layer_end, layer + 1);
-  const int64_t first = group.first_position;
-  if (first < 0 || first % layout.page_size != 0 || first > fields.length) {
-    Raise(kValueError, "checkpoint metadata: first_position of group ", layer,
-          " must be that of a page within the ", fields.length, " positions, got ", first);
+  const ExpectedGroup expected =
+      ExpectedGroup::Of(layout, index, layer, fields.length, group.state_length);
+  const int64_t most = expected.has_states(layout) ? fields.length : 0;
+  if (group.state_length < 0 || group.state_length > most) {
+    Raise(kValueError, "checkpoint metadata: state_length of group ", index,
+          " must be between 0 and ", most, ", got ", group.state_length);
   }
-  check("num_logical_pages", group.num_pages, fields.num_logical_pages - first / layout.page_size);
-  check("nbytes", group.num_bytes, group.num_pages * layout.PageBytes(layer));
-  const CheckpointLayout::Layer& expected = layout.layers[layer];
-  const std::string codec = expected.codec_page_bytes ? expected.kv_dtype : "";
-  if (group.dtype != expected.GroupDtype() || group.kv_dtype != codec ||
-      group.shape != layout.GroupShape(layer, group.num_pages)) {
-    Raise(kValueError, "checkpoint metadata: shape or dtype of group ", layer,
+  const int64_t first = group.first_position;
+  if (first < 0 || first % expected.page_size != 0 || first > expected.num_positions) {
+    Raise(kValueError, "checkpoint metadata: first_position of group ", index,
+          " must be that of a page within the ", expected.num_positions, " positions, got ", first);
+  }
+  check("num_logical_pages", group.num_pages, expected.NumPages(first / expected.page_size));
+  check("nbytes", group.num_bytes, expected.NumBytes(layout, group.num_pages));
+  if (group.dtype != expected.dtype || group.kv_dtype != expected.kv_dtype ||
+      group.shape != expected.Shape(layout, group.num_pages)) {
+    Raise(kValueError, "checkpoint metadata: shape or dtype of group ", index,
           " does not agree with the layout");
   }
 }
 
 }  // namespace
-
-std::string RopeText(const std::string& mode, double theta, double scale,
-                     const std::string& details) {
-  if (mode == "none") return mode;
-  ClassicText text;
-  text.precision(std::numeric_limits<double>::max_digits10);
-  text << mode << " theta=" << theta << " scale=" << scale;
-  if (!details.empty()) text << " " << details;
-  return text.str();
-}
-
-std::string CheckpointLayout::Layer::Text() const {
-  ClassicText text;
-  text << kind;
-  if (window) text << " window=" << window;
-  if (!is_mla()) text << " num_kv_heads=" << num_kv_heads;
-  text << " qk_head_dim=" << qk_head_dim << " v_head_dim=" << v_head_dim;
-  if (!is_mla()) text << " rope=" << rope;
-  return text.str();
-}
-
-std::string CheckpointLayout::Types() const {
-  ClassicText text;
-  for (size_t i = 0, end; i < layers.size(); i = end) {
-    for (end = i + 1; end < layers.size() && layers[end].kv_dtype == layers[i].kv_dtype;) ++end;
-    if (end - i == layers.size()) return layers[i].kv_dtype;
-    text << (i ? ", " : "") << end - i << " x " << layers[i].kv_dtype;
-  }
-  return text.str();
-}
-
-std::string CheckpointLayout::Text() const {
-  ClassicText text;
-  text << "page_size=" << page_size << " dtype=" << Types();
-  for (size_t i = 0, end; i < layers.size(); i = end) {
-    const std::string layer = layers[i].Text();
-    for (end = i + 1; end < layers.size() && layers[end].Text() == layer;) ++end;
-    text << "; " << end - i << " x " << layer;
-  }
-  if (!part.empty()) text << "; " << part;
-  return text.str();
-}
-
-std::string CheckpointLayout::Hash() const { return HexHash(Text()); }
-
-std::string HexHash(const std::string& bytes) {
-  uint64_t hash = 14695981039346656037u;  // FNV-1a
-  for (unsigned char c : bytes) hash = (hash ^ c) * 1099511628211u;
-  std::string digits(16, '0');
-  for (auto it = digits.rbegin(); it != digits.rend(); ++it, hash >>= 4) {
-    *it = "0123456789abcdef"[hash & 15];
-  }
-  return digits;
-}
-
-std::vector<int64_t> CheckpointLayout::GroupShape(int64_t layer, int64_t num_pages) const {
-  const Layer& l = layers[layer];
-  if (l.codec_page_bytes) return {1, num_pages, l.codec_page_bytes};
-  if (l.is_mla()) return {1, num_pages, page_size, l.qk_head_dim};
-  return {1, num_pages, 2, l.num_kv_heads, page_size, l.qk_head_dim};
-}
-
-int64_t CheckpointLayout::PageBytes(int64_t layer) const {
-  int64_t bytes = layers[layer].codec_page_bytes ? 1 : layers[layer].item_bytes;
-  for (int64_t extent : GroupShape(layer, 1)) bytes *= extent;
-  return bytes;
-}
 
 std::string WriteMetadata(const CheckpointLayout& layout, int64_t sequence_id,
                           const SequenceState& state) {
@@ -304,22 +279,24 @@ std::string WriteMetadata(const CheckpointLayout& layout, int64_t sequence_id,
         << ",\"length\":" << std::min(layout.page_size, state.length - start) << "}";
   }
   out << "],\"groups\":[";
-  for (int64_t l = 0; l < layout.num_layers(); ++l) {
-    const int64_t num_kept = num_pages - state.first_pages[l];
-    out << (l ? "," : "") << "{\"group_index\":" << l << ",\"layer_begin\":" << l
-        << ",\"layer_end\":" << l + 1
-        << ",\"first_position\":" << state.first_pages[l] * layout.page_size
-        << ",\"num_logical_pages\":" << num_kept
-        << ",\"dtype\":" << JsonString(layout.layers[l].GroupDtype());
-    if (layout.layers[l].codec_page_bytes) {
-      out << ",\"kv_dtype\":" << JsonString(layout.layers[l].kv_dtype);
-    }
+  const std::vector<int64_t> of_groups = layout.LayersOfGroups();
+  for (size_t i = 0, num_layers = layout.layers.size(); i < of_groups.size(); ++i) {
+    const int64_t state_length = i < num_layers ? 0 : state.state_lengths[i - num_layers];
+    const ExpectedGroup group = ExpectedGroup::Of(layout, static_cast<int64_t>(i), of_groups[i],
+                                                  state.length, state_length);
+    const int64_t num_kept = group.NumPages(state.first_pages[i]);
+    out << (i ? "," : "") << "{\"group_index\":" << i << ",\"layer_begin\":" << group.layer
+        << ",\"layer_end\":" << group.layer + 1
+        << ",\"first_position\":" << state.first_pages[i] * group.page_size
+        << ",\"num_logical_pages\":" << num_kept << ",\"dtype\":" << JsonString(group.dtype);
+    if (group.has_states(layout)) out << ",\"state_length\":" << state_length;
+    if (!group.kv_dtype.empty()) out << ",\"kv_dtype\":" << JsonString(group.kv_dtype);
     out << ",\"shape\":[";
     separator = "";
-    for (int64_t extent : layout.GroupShape(l, num_kept)) {
+    for (int64_t extent : group.Shape(layout, num_kept)) {
       out << std::exchange(separator, ",") << extent;
     }
-    out << "],\"nbytes\":" << num_kept * layout.PageBytes(l) << "}";
+    out << "],\"nbytes\":" << group.NumBytes(layout, num_kept) << "}";
   }
   out << "]}";
   return out.str();
@@ -339,14 +316,21 @@ SequenceState ReadMetadata(std::string_view text, const CheckpointLayout& layout
           " logical pages cover ", fields.num_covered, " positions; expected ", num_pages,
           " that cover ", fields.length);
   }
-  if (static_cast<int64_t>(fields.groups.size()) != layout.num_layers()) {
+  const std::vector<int64_t> of_groups = layout.LayersOfGroups();
+  if (fields.groups.size() != of_groups.size()) {
+    const auto num_states = static_cast<int64_t>(of_groups.size()) - layout.num_layers();
     Raise(kValueError, "checkpoint metadata: expected a group for each of the ",
-          layout.num_layers(), " layers, got ", fields.groups.size());
+          layout.num_layers(), " layers",
+          num_states ? " and of the " + std::to_string(num_states) + " with states" : "", ", got ",
+          fields.groups.size());
   }
-  SequenceState state{fields.length, {}};
-  for (int64_t l = 0; l < layout.num_layers(); ++l) {
-    CheckGroup(fields, l, layout);
-    state.first_pages.push_back(fields.groups[l].first_position / layout.page_size);
+  SequenceState state{fields.length, {}, {}};
+  for (size_t i = 0; i < of_groups.size(); ++i) {
+    CheckGroup(fields, layout, static_cast<int64_t>(i), of_groups[i]);
+    const bool has_states = i >= layout.layers.size();
+    const int64_t page_size = has_states ? layout.layers[of_groups[i]].interval : layout.page_size;
+    state.first_pages.push_back(fields.groups[i].first_position / page_size);
+    if (has_states) state.state_lengths.push_back(fields.groups[i].state_length);
   }
   return state;
 }

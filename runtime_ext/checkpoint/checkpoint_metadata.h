@@ -3,75 +3,26 @@
  * \file checkpoint_metadata.h
  * \brief The metadata of a checkpoint, as JSON, and which caches can read it.
  *
- * A checkpoint of a sequence is this text and a page group per layer. It does not depend on page
- * ids or on what else was in the cache.
+ * A checkpoint of a sequence is this text, a page group per layer and another one for the states of
+ * each recurrent layer. It does not depend on page ids or on what else was in the cache.
  */
 #ifndef TVM_PAGEDKV_CHECKPOINT_CHECKPOINT_METADATA_H_
 #define TVM_PAGEDKV_CHECKPOINT_CHECKPOINT_METADATA_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "checkpoint/checkpoint_layout.h"
+
 namespace pagedkv {
-
-/*! \brief Everything that two caches must have in common to exchange rows, and nothing more. */
-struct CheckpointLayout {
-  struct Layer {
-    std::string kind;  // "mha", "mha_sliding" or "mla"
-    int64_t window = 0;
-    int64_t num_kv_heads = 1;
-    int64_t qk_head_dim = 0;
-    int64_t v_head_dim = 0;
-    std::string rope;      // how K is rotated, as RopeText; empty for MLA layers
-    std::string kv_dtype;  // how the pages keep rows: a type of numbers, or Codec::Format
-    int64_t item_bytes = 1;
-    int64_t codec_page_bytes = 0;  // of a page of codes and scales; 0 without a codec
-
-    bool is_mla() const { return kind == "mla"; }
-    /*! \brief Type of the elements of a page group. */
-    std::string GroupDtype() const { return codec_page_bytes ? "uint8" : kv_dtype; }
-    std::string Text() const;
-  };
-
-  int64_t page_size = 1;
-  std::vector<Layer> layers;
-  std::string part;  // which layers of the model these are, as text; empty for all
-
-  /*! \brief The layout as text. Layouts with the same text are compatible. */
-  std::string Text() const;
-  /*! \brief The kv_dtype of all layers: "int8.1", or "2 x int8.1, 1 x float16" where they differ.
-   */
-  std::string Types() const;
-  /*! \brief The HexHash of the text. */
-  std::string Hash() const;
-
-  int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
-  /*!
-   * \brief Shape of a layer's page group: [1, num_pages, 2, num_kv_heads, page_size, head_dim], of
-   * an MLA layer [1, num_pages, page_size, head_dim], with a codec [1, num_pages, page_bytes].
-   */
-  std::vector<int64_t> GroupShape(int64_t layer, int64_t num_pages) const;
-  int64_t PageBytes(int64_t layer) const;
-};
-
-/*!
- * \brief The rotation of a layer's K, as text.
- * \param mode "none", "normal" or "inline".
- * \param details Parameters other than theta and scale; may be empty.
- */
-std::string RopeText(const std::string& mode, double theta, double scale,
-                     const std::string& details);
-
-/*! \brief A 64-bit hash as 16 hex digits. Not cryptographic. */
-std::string HexHash(const std::string& bytes);
 
 /*! \brief The state of a sequence without the content of its pages. */
 struct SequenceState {
   int64_t length = 0;
-  std::vector<int64_t> first_pages;  // [layer] pages that the window has moved past
+  std::vector<int64_t> first_pages;    // [page group] pages that the window has moved past
+  std::vector<int64_t> state_lengths;  // [layer with states] positions that its last state covers
 };
 
 /*! \brief The metadata of sequence `sequence_id`. */

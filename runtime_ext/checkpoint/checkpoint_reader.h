@@ -33,14 +33,14 @@ class CheckpointReader {
   void Prepare(int64_t sequence_id, const std::string& metadata);
   /*!
    * \brief One import of several sequences.
-   * \param page_numbers For each sequence and layer group, indices into the pages of the import.
+   * \param page_numbers For each sequence and pool, indices into the pages of the import.
    */
   void PrepareMany(IntSpan sequence_ids, const std::vector<std::string>& metadata,
                    const std::vector<std::vector<std::vector<int64_t>>>& page_numbers);
   /*! \brief All pages of a page group. */
   void ImportPageGroup(int64_t sequence_id, int64_t page_group, ffi::Tensor data);
-  /*! \brief The next pages of a layer. */
-  void ImportPages(int64_t sequence_id, int64_t layer, ffi::Tensor data);
+  /*! \brief The next pages of a page group. */
+  void ImportPages(int64_t sequence_id, int64_t page_group, ffi::Tensor data);
   /*!
    * \brief The next pages of a layer as rows, which the layer rounds to its own type.
    * \param k [num_rows, num_kv_heads, head_dim] of LayerStorage::RowDtype, a multiple of the page
@@ -52,8 +52,8 @@ class CheckpointReader {
   void Finish(int64_t sequence_id);
 
  private:
-  /*! \brief The ids of the next num_pages pages of a layer. */
-  std::vector<int64_t> NextPages(const SequenceImport& import, const StoredLayer& layer,
+  /*! \brief The ids of the next num_pages pages of a page group. */
+  std::vector<int64_t> NextPages(const SequenceImport& import, int64_t page_group,
                                  int64_t num_pages) const;
   ImportedSequence ImportedFrom(int64_t sequence_id, const std::string& metadata) const;
 

@@ -28,27 +28,31 @@ SequenceState CheckpointWriter::StateOf(const Sequence& sequence) const {
           "; there are no checkpoints of such sequences");
   }
   RequireWritten(sequence, sequence.length, "be saved");
-  SequenceState state{sequence.length, {}};
-  for (const StoredLayer& layer : step_->storage().layers()) {
-    state.first_pages.push_back(sequence.first_pages[layer.group]);
+  SequenceState state{sequence.length, {}, {}};
+  for (const PageGroup& group : page_groups_.groups()) {
+    if (group.has_states) {
+      const SequenceStates& states = sequence.states[group.layer->state_group];
+      state.first_pages.push_back(states.first_page);
+      state.state_lengths.push_back(states.length);
+    } else {
+      state.first_pages.push_back(sequence.first_pages[group.pool]);
+    }
   }
   return state;
 }
 
 std::string CheckpointWriter::Metadata(int64_t sequence_id) const {
   step_->phase().RequireIdle("get_checkpoint_metadata");
-  step_->storage().RequireNoRecurrentLayers("a checkpoint");
   return WriteMetadata(page_groups_.layout(), sequence_id, StateOf(table_.At(sequence_id)));
 }
 
 void CheckpointWriter::ExportPageGroup(int64_t sequence_id, int64_t page_group,
                                        ffi::Tensor out) const {
   step_->phase().RequireIdle("export_page_group");
-  step_->storage().RequireNoRecurrentLayers("a checkpoint");
   const Sequence& sequence = table_.At(sequence_id);
   StateOf(sequence);  // throws where there is no checkpoint of it
-  const StoredLayer& layer = page_groups_.At(page_group, "page group");
-  const std::vector<int32_t>& ids = sequence.pages[layer.group];
+  const PageGroup& group = page_groups_.At(page_group, "page group");
+  const std::vector<int32_t>& ids = group.PagesOf(sequence);
   const std::vector<int64_t> pages(ids.begin(), ids.end());
   page_groups_.CheckTensor("out", out, page_group, static_cast<int64_t>(pages.size()));
   const int64_t page_size = table_.page_size();
@@ -58,19 +62,19 @@ void CheckpointWriter::ExportPageGroup(int64_t sequence_id, int64_t page_group,
         sequence.length - (table_.geometry().PagesFor(sequence.length) - 1) * page_size;
   }
   const StreamOrder::Call on_stream(&step_->stream_order());
-  ReadPages(layer, pages, num_slots, out);
+  if (group.has_states) return ReadStates(*group.layer, pages, out);
+  ReadPages(*group.layer, pages, num_slots, out);
 }
 
-void CheckpointWriter::ExportPages(int64_t layer_index, IntSpan pages, IntSpan num_slots,
+void CheckpointWriter::ExportPages(int64_t page_group, IntSpan pages, IntSpan num_slots,
                                    ffi::Tensor out) const {
   step_->phase().RequireIdle("export_pages");
-  step_->storage().RequireNoRecurrentLayers("a checkpoint");
-  const StoredLayer& layer = page_groups_.At(layer_index, "layer");
+  const PageGroup& group = page_groups_.At(page_group, "layer");
   if (pages.size != num_slots.size) {
     Raise(kValueError, "export_pages needs a number of slots for each page, got ", pages.size,
           " pages and ", num_slots.size, " numbers");
   }
-  const int64_t num_pool = table_.pool(layer.group).num_pages();
+  const int64_t num_pool = table_.pool(group.pool).num_pages();
   for (size_t i = 0; i < pages.size; ++i) {
     if (pages.data[i] < 0 || pages.data[i] >= num_pool) {
       Raise(kIndexError, "page ", pages.data[i], " is not in [0, ", num_pool, ")");
@@ -80,10 +84,11 @@ void CheckpointWriter::ExportPages(int64_t layer_index, IntSpan pages, IntSpan n
             num_slots.data[i]);
     }
   }
-  page_groups_.CheckTensor("out", out, layer_index, static_cast<int64_t>(pages.size));
+  page_groups_.CheckTensor("out", out, page_group, static_cast<int64_t>(pages.size));
   const StreamOrder::Call on_stream(&step_->stream_order());
-  ReadPages(layer, {pages.data, pages.data + pages.size},
-            {num_slots.data, num_slots.data + num_slots.size}, out);
+  const std::vector<int64_t> ids(pages.data, pages.data + pages.size);
+  if (group.has_states) return ReadStates(*group.layer, ids, out);
+  ReadPages(*group.layer, ids, {num_slots.data, num_slots.data + num_slots.size}, out);
 }
 
 }  // namespace pagedkv

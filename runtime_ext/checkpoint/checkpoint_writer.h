@@ -29,10 +29,10 @@ class CheckpointWriter {
   /*! \param out Written; its shape is that of CheckpointLayout::GroupShape. */
   void ExportPageGroup(int64_t sequence_id, int64_t page_group, ffi::Tensor out) const;
   /*!
-   * \brief Any pages of a layer, for checkpoints of several sequences that share pages.
+   * \brief Any pages of a page group, for checkpoints of several sequences that share pages.
    * \param num_slots Slots in use of each page; the others become zero in `out`.
    */
-  void ExportPages(int64_t layer, IntSpan pages, IntSpan num_slots, ffi::Tensor out) const;
+  void ExportPages(int64_t page_group, IntSpan pages, IntSpan num_slots, ffi::Tensor out) const;
 
  private:
   SequenceState StateOf(const Sequence& sequence) const;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/text_stream.h"
 #include "device/device_stream.h"
 
 namespace pagedkv {
@@ -36,6 +37,23 @@ std::string RopeDetails(const CacheConfig& config, const LayerConfig& layer) {
   return layer.rope_details + " factors=" + HexHash(bytes);
 }
 
+/*! \brief Of a recurrent layer or a short convolution. */
+void DescribeRows(const LayerConfig& config, CheckpointLayout::Layer* layer) {
+  ClassicText text;
+  if (config.recurrent) {
+    const RecurrentShape& shape = *config.recurrent;
+    text << "num_heads=" << shape.num_heads << " num_key_heads=" << shape.num_key_heads
+         << " key_dim=" << shape.key_dim << " value_dim=" << shape.value_dim
+         << " decay=" << (shape.decays_by_channel ? "channel" : "head")
+         << (shape.has_beta ? " beta" : "") << " checkpoint_tokens=" << shape.interval;
+    layer->interval = shape.interval;
+    layer->state_shape = {shape.num_heads, shape.key_dim, shape.value_dim};
+  } else {
+    text << "channels=" << config.qk_head_dim << " width=" << config.window;
+  }
+  layer->details = text.str();
+}
+
 CheckpointLayout LayoutOf(const LayerStorage& storage) {
   const CacheConfig& config = storage.config();
   CheckpointLayout layout;
@@ -49,6 +67,7 @@ CheckpointLayout LayoutOf(const LayerStorage& storage) {
                              shape.codec ? shape.codec->Format() : shape.kv_dtype(),
                              ItemSize(shape.page_dtype),
                              shape.codec ? shape.codec->page_bytes : 0});
+    if (!shape.is_attention()) DescribeRows(shape, &layout.layers.back());
   }
   // Layers of one stage may look like those of another.
   if (layout.num_layers() < config.stage.num_layers()) {
@@ -63,20 +82,33 @@ CheckpointLayout LayoutOf(const LayerStorage& storage) {
 }  // namespace
 
 PageGroups::PageGroups(const LayerStorage& storage)
-    : storage_(storage), layout_(LayoutOf(storage)) {}
-
-const StoredLayer& PageGroups::At(int64_t id, const char* what) const {
-  if (id < 0 || id >= layout_.num_layers()) {
-    Raise(kIndexError, what, " ", id, " is not in [0, ", layout_.num_layers(),
-          "): there is one for each layer");
+    : storage_(storage), layout_(LayoutOf(storage)) {
+  for (int64_t index : layout_.LayersOfGroups()) {
+    const StoredLayer& layer = storage.layers()[index];
+    const bool has_states = groups_.size() >= storage.layers().size();
+    groups_.push_back(
+        {&layer, has_states ? storage.num_groups() + layer.state_group : layer.group, has_states});
   }
-  return storage_.layers()[id];
+}
+
+const PageGroup& PageGroups::At(int64_t id, const char* what) const {
+  const auto num_groups = static_cast<int64_t>(groups_.size());
+  if (id < 0 || id >= num_groups) {
+    Raise(kIndexError, what, " ", id, " is not in [0, ", num_groups,
+          "): there is one for each layer",
+          num_groups > layout_.num_layers() ? ", and one for the states of each recurrent layer"
+                                            : "");
+  }
+  return groups_[id];
 }
 
 void PageGroups::CheckTensor(const char* name, const ffi::Tensor& tensor, int64_t id,
                              int64_t num_pages) const {
   if (!tensor.defined()) Raise(kTypeError, name, " must be a tensor, got None");
-  const std::vector<int64_t> expected = layout_.GroupShape(id, num_pages);
+  const PageGroup& group = groups_[id];
+  const int64_t layer = group.layer->index;
+  const std::vector<int64_t> expected = group.has_states ? layout_.StatesShape(layer, num_pages)
+                                                         : layout_.GroupShape(layer, num_pages);
   ffi::ShapeView actual = tensor.shape();
   if (!std::equal(actual.begin(), actual.end(), expected.begin(), expected.end())) {
     auto text = [](const auto& shape) {
@@ -87,7 +119,8 @@ void PageGroups::CheckTensor(const char* name, const ffi::Tensor& tensor, int64_
     Raise(kValueError, name, " must have shape ", text(expected), ", got ", text(actual));
   }
   const std::string dtype = ffi::DLDataTypeToString(tensor.dtype());
-  const std::string expected_dtype = layout_.layers[id].GroupDtype();
+  const std::string expected_dtype =
+      group.has_states ? "float32" : layout_.layers[layer].GroupDtype();
   if (dtype != expected_dtype) {
     Raise(kValueError, name, " must be ", expected_dtype, ", got ", dtype);
   }

@@ -3,7 +3,8 @@
  * \file page_groups.h
  * \brief The page groups of a checkpoint: what a sequence keeps of one layer.
  *
- * The id of a page group is the index of its layer among those that the cache keeps.
+ * The id of a page group is the index of its layer among those that the cache keeps. Behind these
+ * are the page groups of states, one for each recurrent layer.
  */
 #ifndef TVM_PAGEDKV_CHECKPOINT_PAGE_GROUPS_H_
 #define TVM_PAGEDKV_CHECKPOINT_PAGE_GROUPS_H_
@@ -11,11 +12,24 @@
 #include <tvm/ffi/container/tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "checkpoint/checkpoint_metadata.h"
+#include "state/sequences/sequence.h"
 #include "storage/layer_storage.h"
 
 namespace pagedkv {
+
+struct PageGroup {
+  const StoredLayer* layer;
+  int32_t pool;  // of the SequenceTable
+  bool has_states;
+
+  /*! \brief The pages of a sequence, in order of position. */
+  const std::vector<int32_t>& PagesOf(const Sequence& sequence) const {
+    return has_states ? sequence.states[layer->state_group].pages : sequence.pages[pool];
+  }
+};
 
 class PageGroups {
  public:
@@ -23,8 +37,9 @@ class PageGroups {
   explicit PageGroups(const LayerStorage& storage);
 
   const CheckpointLayout& layout() const { return layout_; }
+  const std::vector<PageGroup>& groups() const { return groups_; }
   /*! \throws Error (IndexError). \param what What the message calls the id. */
-  const StoredLayer& At(int64_t id, const char* what) const;
+  const PageGroup& At(int64_t id, const char* what) const;
   /*!
    * \brief Checks a tensor for num_pages pages, on the cache's device or on the host.
    * \throws Error (TypeError, ValueError) that names the tensor.
@@ -35,6 +50,7 @@ class PageGroups {
  private:
   const LayerStorage& storage_;
   CheckpointLayout layout_;
+  std::vector<PageGroup> groups_;
 };
 
 }  // namespace pagedkv

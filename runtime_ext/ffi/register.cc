@@ -129,6 +129,7 @@ constexpr CacheName kOwnNames[] = {
     {"check_conv", Method<&LayerStorage::CheckConv>()},
     {"sequence_ids", Method<&Inspector::SequenceIds>()},
     {"page_table", Method<&Inspector::PageTable>()},
+    {"state_table", Method<&Inspector::StateTable>()},
     {"cached_pages", Method<&Inspector::CachedPages>()},
     {"first_position", Method<&Inspector::FirstPosition>()},
     {"sequence_window", Method<&Inspector::Window>()},

@@ -152,6 +152,7 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"kind", ffi::String(ToString(config))},
           {"window", config.window},
           {"group", layer.group},
+          {"page_group", layer.index},
           {"num_qo_heads", config.num_qo_heads},
           {"num_kv_heads", config.num_kv_heads},
           {"qk_head_dim", config.qk_head_dim},
@@ -176,6 +177,9 @@ StringMap Inspector::DescribeRecurrent(const StoredLayer& layer) const {
           {"is_quantized", false},
           {"group", layer.group},
           {"state_group", layer.state_group},
+          {"page_group", layer.index},
+          {"kv_dtype", ffi::String(layer.config.kv_dtype())},
+          {"row_width", layer.config.qk_head_dim},
           {"num_heads", shape.num_heads},
           {"num_key_heads", shape.num_key_heads},
           {"key_dim", shape.key_dim},
@@ -196,6 +200,9 @@ StringMap Inspector::Describe() const {
                                       {"kind", ffi::String(ToString(layer.config))},
                                       {"is_quantized", false},
                                       {"group", layer.group},
+                                      {"page_group", layer.index},
+                                      {"kv_dtype", ffi::String(layer.config.kv_dtype())},
+                                      {"row_width", layer.config.qk_head_dim},
                                       {"channels", layer.config.qk_head_dim},
                                       {"width", layer.config.window},
                                       {"has_bias", layer.config.has_bias}});
@@ -240,6 +247,17 @@ std::vector<int64_t> Inspector::PageTable(int64_t sequence_id, int64_t group) co
   CheckGroup(group);
   const std::vector<int32_t>& pages = table_->Peek(sequence_id).pages[group];
   return {pages.begin(), pages.end()};
+}
+
+std::vector<int64_t> Inspector::StateTable(int64_t sequence_id, int64_t state_group) const {
+  if (state_group < 0 || state_group >= table_->num_state_groups()) {
+    Raise(kIndexError, "state group ", state_group, " is not in [0, ", table_->num_state_groups(),
+          ")");
+  }
+  const SequenceStates& states = table_->Peek(sequence_id).states[state_group];
+  std::vector<int64_t> numbers{states.length, states.first_page};
+  numbers.insert(numbers.end(), states.pages.begin(), states.pages.end());
+  return numbers;
 }
 
 std::vector<int64_t> Inspector::CachedPages(int64_t group) const {

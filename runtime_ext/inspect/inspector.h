@@ -45,6 +45,9 @@ class Inspector {
   std::vector<int64_t> SequenceIds() const;  // ascending
   /*! \brief The pages that the group keeps of the sequence. */
   std::vector<int64_t> PageTable(int64_t sequence_id, int64_t group) const;
+  /*! \brief The positions that the last state of the sequence covers, the state pages that it has
+   * given up, and those that it has. */
+  std::vector<int64_t> StateTable(int64_t sequence_id, int64_t state_group) const;
   std::vector<int64_t> CachedPages(int64_t group) const;  // the least recently used one first
   /*! \brief The first position that the group keeps. */
   int64_t FirstPosition(int64_t sequence_id, int64_t group) const;

@@ -37,18 +37,32 @@ void FinishCopy(DLDevice device, const ffi::Tensor& tensor, void* stream) {
   Synchronize(device, stream);
 }
 
+void CopyFromPool(const ffi::Tensor& pool, int64_t page_bytes, const std::vector<int64_t>& pages,
+                  const ffi::Tensor& out) {
+  void* stream = CurrentStream(pool.device());
+  ForEachRun(pages, [&](size_t begin, size_t count) {
+    CopyBytes(pool, pages[begin] * page_bytes, out, begin * page_bytes, count * page_bytes, stream);
+  });
+  FinishCopy(pool.device(), out, stream);
+}
+
+void CopyToPool(const ffi::Tensor& pool, int64_t page_bytes, const std::vector<int64_t>& pages,
+                const ffi::Tensor& data) {
+  void* stream = CurrentStream(pool.device());
+  ForEachRun(pages, [&](size_t begin, size_t count) {
+    CopyBytes(data, begin * page_bytes, pool, pages[begin] * page_bytes, count * page_bytes,
+              stream);
+  });
+  FinishCopy(pool.device(), data, stream);
+}
+
 }  // namespace
 
 void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
                const std::vector<int64_t>& num_slots, const ffi::Tensor& out) {
   const SlotLayout& layout = layer.layout;
-  const DLDevice device = layer.pages.device();
-  void* stream = CurrentStream(device);
-  ForEachRun(pages, [&](size_t begin, size_t count) {
-    CopyBytes(layer.pages, pages[begin] * layout.page_bytes, out, begin * layout.page_bytes,
-              count * layout.page_bytes, stream);
-  });
-  FinishCopy(device, out, stream);
+  void* stream = CurrentStream(layer.pages.device());
+  CopyFromPool(layer.pages, layout.page_bytes, pages, out);
   const ffi::Tensor zeros = HostBytes(layout.page_bytes, '\0');
   auto clear = [&](int64_t offset, int64_t num_bytes) {
     if (IsHost(out.device())) {
@@ -75,14 +89,17 @@ void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
 
 void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
                 const ffi::Tensor& data) {
-  const int64_t page_bytes = layer.layout.page_bytes;
-  const DLDevice device = layer.pages.device();
-  void* stream = CurrentStream(device);
-  ForEachRun(pages, [&](size_t begin, size_t count) {
-    CopyBytes(data, begin * page_bytes, layer.pages, pages[begin] * page_bytes, count * page_bytes,
-              stream);
-  });
-  FinishCopy(device, data, stream);
+  CopyToPool(layer.pages, layer.layout.page_bytes, pages, data);
+}
+
+void ReadStates(const StoredLayer& layer, const std::vector<int64_t>& pages,
+                const ffi::Tensor& out) {
+  CopyFromPool(layer.states, BytesOfState(layer.states), pages, out);
+}
+
+void WriteStates(const StoredLayer& layer, const std::vector<int64_t>& pages,
+                 const ffi::Tensor& data) {
+  CopyToPool(layer.states, BytesOfState(layer.states), pages, data);
 }
 
 int64_t BytesOfState(const ffi::Tensor& states) {

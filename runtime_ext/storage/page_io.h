@@ -28,6 +28,11 @@ void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
 void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
                 const ffi::Tensor& data);
 
+// The same for states, which fill their pages.
+void ReadStates(const StoredLayer& layer, const std::vector<int64_t>& pages,
+                const ffi::Tensor& out);
+void WriteStates(const StoredLayer& layer, const std::vector<int64_t>& pages,
+                 const ffi::Tensor& data);
 int64_t BytesOfState(const ffi::Tensor& states);
 /*! \brief Fills the page of states with NaN, on the current stream. */
 void PoisonState(const ffi::Tensor& states, int64_t page);

@@ -2,9 +2,9 @@
 """Sequences in a file, in the safetensors format: each page once, whoever shares it.
 
 A file has a tensor ``layer.{i}`` for each layer, ``[num_pages, *page]`` as `PageFormat` describes
-pages, and in its ``__metadata__`` what a checkpoint says of each sequence, the tables that tell
-which pages these have, and checksums of the header and of every tensor. What was never written to a
-page is zero in the file.
+pages, ``states.{i}`` for the states of each recurrent layer, and in its ``__metadata__`` what a
+checkpoint says of each sequence, the tables that tell which pages these have, and checksums of the
+header and of every tensor. What was never written to a page is zero in the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import tvm_ffi
 from .._functions import CACHE, STATE, global_function
 from .conversion import formats_of, import_converted, retyped
 from .inspection import CacheInspection
-from .page_format import PageFormat
+from .page_format import PageFormat, PoolPages, page_groups
 
 _FORMAT, _VERSION = "tvm_pagedkv.sequences", "1"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
@@ -55,15 +55,15 @@ def save(
     seq_ids = cache.sequence_ids() if seq_ids is None else _ids(seq_ids)
     metadata = [global_function(CACHE + "get_checkpoint_metadata")(cache, i) for i in seq_ids]
     lengths = [cache.sequence_length(i) for i in seq_ids]
-    layers = cache.description["layers"]
-    groups = {layer["group"]: _Pages(cache, layer["group"], seq_ids, lengths) for layer in layers}
+    infos = page_groups(cache)
+    pools = {info["pool"]: PoolPages(cache, info, seq_ids, lengths) for info in infos}
 
     # Layers whose pages are shared alike have one table.
     tables: list[list[list[int]]] = []
-    for pages in groups.values():
+    for pages in pools.values():
         if pages.numbers not in tables:
             tables.append(pages.numbers)
-    num_pages = [len(groups[layer["group"]].ids) for layer in layers]
+    num_pages = [len(pools[info["pool"]].ids) for info in infos]
     about = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -72,11 +72,11 @@ def save(
         "seq_ids": _json(seq_ids),
         "metadata": _json(metadata),
         "tables": _json(tables),
-        "table_of_layer": _json([tables.index(groups[x["group"]].numbers) for x in layers]),
-        "checksums": _json([_NO_DIGEST] * len(layers)),
+        "table_of_layer": _json([tables.index(pools[x["pool"]].numbers) for x in infos]),
+        "checksums": _json([_NO_DIGEST] * len(infos)),
     }
-    formats = [PageFormat.of(cache, index) for index in range(len(layers))]
-    header = {"__metadata__": about} | _tensors(formats, num_pages)
+    formats = [PageFormat.of(cache, index) for index in range(len(infos))]
+    header = {"__metadata__": about} | _tensors(infos, formats, num_pages)
 
     # Under another name until it is whole.
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -84,8 +84,8 @@ def save(
         with open(unfinished, "xb", opener=_open_private) as file:
             file.write(_encode(header))
             checksums = []
-            for index, layer in enumerate(layers):
-                pages, digest = groups[layer["group"]], _digest()
+            for index, info in enumerate(infos):
+                pages, digest = pools[info["pool"]], _digest()
                 for block in _blocks(formats[index], len(pages.ids)):
                     data = _empty(formats[index], len(block))
                     global_function("pagedkv.export_pages")(
@@ -110,39 +110,6 @@ def save(
 def _open_private(path: str, flags: int) -> int:
     """K and V tell what was said: the file is its owner's alone, from the first byte on."""
     return os.open(path, flags, 0o600)
-
-
-class _Pages:
-    """The pages that some sequences have in a group of layers, each once.
-
-    Attributes
-    ----------
-    ids : page ids
-    num_slots : slots in use of each of them
-    numbers : per sequence, indices into these
-    """
-
-    def __init__(self, cache: CacheInspection, group: int, seq_ids: list[int], lengths: list[int]):
-        page_size = cache.description["page_size"]
-        number_of: dict[int, int] = {}
-        slots: list[int] = []
-        self.numbers: list[list[int]] = []
-        for seq_id, length in zip(seq_ids, lengths, strict=True):
-            table = cache.page_table(seq_id, group)
-            start = cache.first_position(seq_id, group)
-            self.numbers.append([])
-            for page in table:
-                number = number_of.setdefault(page, len(number_of))
-                if number == len(slots):
-                    slots.append(0)
-                slots[number] = max(slots[number], min(page_size, length - start))
-                start += page_size
-                self.numbers[-1].append(number)
-        self.ids, self.num_slots = list(number_of), slots
-
-    @staticmethod
-    def shape(values: list[int], block: range) -> tvm_ffi.Shape:
-        return tvm_ffi.Shape(tuple(values[block.start : block.stop]))
 
 
 # --- read ---------------------------------------------------------------------------------------
@@ -241,7 +208,8 @@ class _Contents:
             tables = [[_integers(x) for x in table] for table in json.loads(about["tables"])]
             of_layer = _integers(json.loads(about["table_of_layer"]))
             self.checksums = list(json.loads(about["checksums"]))
-            num_layers = len(cache.description["layers"])
+            self.infos = page_groups(cache)
+            num_layers = len(self.infos)
             if {len(of_layer), len(self.checksums)} != {num_layers}:
                 raise ValueError(f"it does not have {num_layers} layers")
             if {len(self.metadata), *map(len, tables)} - {len(self.seq_ids)}:
@@ -254,7 +222,7 @@ class _Contents:
             self.num_pages = [
                 1 + max((n for x in table for n in x), default=-1) for table in self.tables
             ]
-            tensors = _tensors(self.formats, self.num_pages)
+            tensors = _tensors(self.infos, self.formats, self.num_pages)
             if header != tensors:
                 raise ValueError("its tensors do not match its page tables")
         except (
@@ -278,20 +246,20 @@ class _Contents:
         """Begin the import; returns per layer which pages of the file it needs."""
         chosen = [self.seq_ids.index(i) for i in new_ids]
         wanted: list[np.ndarray] = []
-        group_tables: dict[int, list[list[int]]] = {}
-        for layer, table in zip(self.cache.description["layers"], self.tables, strict=True):
+        pool_tables: dict[int, list[list[int]]] = {}
+        for info, table in zip(self.infos, self.tables, strict=True):
             numbers = [table[i] for i in chosen]
             mask = np.zeros(self.num_pages[len(wanted)], np.bool_)
             mask[np.array([n for x in numbers for n in x], np.int64)] = True
             renumbered = (np.cumsum(mask) - 1).tolist()
             numbers = [[renumbered[n] for n in x] for x in numbers]
-            if group_tables.setdefault(layer["group"], numbers) != numbers:
+            if pool_tables.setdefault(info["pool"], numbers) != numbers:
                 raise _DamagedFile("layers of one kind have different tables")
             wanted.append(mask)
         if not chosen:
             return wanted
         per_sequence = [
-            [tvm_ffi.Shape(tuple(group_tables[g][i])) for g in sorted(group_tables)]
+            [tvm_ffi.Shape(tuple(pool_tables[p][i])) for p in sorted(pool_tables)]
             for i in range(len(chosen))
         ]
         try:
@@ -324,7 +292,7 @@ def _read_layer(
         if not mask.any():
             continue
         importing = next(iter(new_ids.values()))
-        if contents.is_converted:
+        if contents.is_converted and "row_width" not in contents.infos[layer]:
             rows = np.frombuffer(view, np.uint8).reshape(len(block), -1)[mask]
             import_converted(cache, importing, layer, pages, rows)
             continue
@@ -369,12 +337,14 @@ def _encode(header: dict[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _tensors(formats: list[PageFormat], num_pages: list[int]) -> dict[str, Any]:
+def _tensors(
+    infos: list[dict[str, Any]], formats: list[PageFormat], num_pages: list[int]
+) -> dict[str, Any]:
     """The header's entries of the tensors, one after the other."""
     entries, begin = {}, 0
-    for layer, (pages, count) in enumerate(zip(formats, num_pages, strict=True)):
+    for info, pages, count in zip(infos, formats, num_pages, strict=True):
         end = begin + count * pages.num_bytes
-        entries[f"layer.{layer}"] = {
+        entries[info["name"]] = {
             "dtype": _DTYPES[pages.dtype],
             "shape": [count, *pages.shape],
             "data_offsets": [begin, end],

@@ -13,7 +13,7 @@ import tvm
 from .._codecs import codec_of
 from .._functions import CACHE, global_function
 from .inspection import CacheInspection
-from .page_format import PageFormat
+from .page_format import PageFormat, page_groups
 
 # The text of a layout, as runtime_ext/checkpoint/checkpoint_metadata.cc writes it.
 _LAYOUT = re.compile(r"(page_size=\d+) dtype=([^;]*); (.*)", re.DOTALL)
@@ -45,7 +45,7 @@ def types_of(layout: str, num_layers: int) -> tuple[list[str], str]:
 
 
 def formats_of(cache: CacheInspection, layout: str, *, convert: bool) -> list[PageFormat]:
-    """Return how a file with a layout holds the pages of each layer.
+    """Return how a file with a layout holds the pages of each page group.
 
     Raises
     ------
@@ -53,9 +53,11 @@ def formats_of(cache: CacheInspection, layout: str, *, convert: bool) -> list[Pa
         If the cache cannot take them: the layout differs, in more than types if they may be
         converted.
     """
-    ours, num_layers = cache.description["layout"], len(cache.description["layers"])
+    groups, ours = page_groups(cache), cache.description["layout"]
+    num_layers = sum(not group["has_states"] for group in groups)
+    own_formats = [PageFormat.of(cache, index) for index in range(len(groups))]
     if layout == ours:
-        return [PageFormat.of(cache, layer) for layer in range(num_layers)]
+        return own_formats
     message = f"has another layout than the cache: {layout}; but the cache has {ours}"
     try:
         theirs, rest = types_of(layout, num_layers)
@@ -71,7 +73,8 @@ def formats_of(cache: CacheInspection, layout: str, *, convert: bool) -> list[Pa
             "in the cache: load it with convert=True, which rounds the rows again, or into a cache "
             "with the file's kv_dtype"
         )
-    return [PageFormat.of(cache, layer, _kv_dtype(text)) for layer, text in enumerate(theirs)]
+    formats = [PageFormat.of(cache, layer, _kv_dtype(text)) for layer, text in enumerate(theirs)]
+    return formats + own_formats[num_layers:]
 
 
 def _kv_dtype(text: str) -> str:
@@ -101,8 +104,11 @@ def retyped(cache: CacheInspection, metadata: str) -> str:
     match = _LAYOUT.fullmatch(layout)
     assert match is not None
     about["dtype"] = match[2]
-    types, _ = types_of(layout, len(about["groups"]))
+    infos = page_groups(cache)
+    types, _ = types_of(layout, sum(not info["has_states"] for info in infos))
     for layer, group in enumerate(about["groups"]):
+        if infos[layer]["has_states"]:
+            continue
         own = PageFormat.of(cache, layer)
         num_pages = int(group["num_logical_pages"])
         group.pop("kv_dtype", None)
@@ -124,7 +130,7 @@ def import_converted(
     ----------
     pages : uint8 ``[n, source.num_bytes]``
     """
-    info = cache.description["layers"][layer]
+    info = page_groups(cache)[layer]
     dtype = ml_dtypes.bfloat16 if info["row_dtype"] == "bfloat16" else info["row_dtype"]
     with np.errstate(all="ignore"):  # what float16 cannot hold becomes infinite
         rows = source.numbers(pages).astype(dtype)

@@ -1,22 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a layer in a file: their shape, their type, and the rows they hold."""
+"""Pages in a file: which ones, their shape, their type, and the rows they hold."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+import tvm_ffi
 
 from .._codecs import CODECS, codec_of
+from .._functions import global_function
 from .inspection import CacheInspection
 
 if TYPE_CHECKING:
     from tir_kernels.codec import Codec
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def page_groups(cache: CacheInspection) -> list[dict[str, Any]]:
+    """Return the page groups of a checkpoint, in the order of their ids.
+
+    Each is an entry of `KVCache.description` about a layer, with a ``name`` and the ``pool`` of its
+    pages. There is one for each layer, and behind these one for the states of each recurrent layer.
+    """
+    layers = sorted(cache._kept_layers, key=lambda layer: layer["page_group"])
+    num_groups = 1 + max((layer["group"] for layer in layers), default=-1)
+    groups = [
+        {**x, "name": f"layer.{x['page_group']}", "pool": x["group"], "has_states": False}
+        for x in layers
+    ]
+    for x in layers:
+        if x["kind"] == "recurrent":
+            pool, name = num_groups + x["state_group"], f"states.{x['page_group']}"
+            groups.append({**x, "name": name, "pool": pool, "has_states": True})
+    return groups
+
+
+class PoolPages:
+    """The pages that some sequences have in a pool, each once.
+
+    Attributes
+    ----------
+    ids : page ids
+    num_slots : slots in use of each of them
+    numbers : per sequence, indices into these
+    """
+
+    def __init__(
+        self,
+        cache: CacheInspection,
+        info: dict[str, Any],
+        seq_ids: list[int],
+        lengths: list[int],
+    ):
+        page_size, group = cache.description["page_size"], info["group"]
+        number_of: dict[int, int] = {}
+        slots: list[int] = []
+        self.numbers: list[list[int]] = []
+        for seq_id, length in zip(seq_ids, lengths, strict=True):
+            if info["has_states"]:  # which fill their pages
+                numbers = global_function("pagedkv.state_table")(cache, seq_id, info["state_group"])
+                table, start = list(numbers)[2:], -page_size * len(numbers)
+            else:
+                table = cache.page_table(seq_id, group)
+                start = cache.first_position(seq_id, group)
+            self.numbers.append([])
+            for page in table:
+                number = number_of.setdefault(page, len(number_of))
+                if number == len(slots):
+                    slots.append(0)
+                slots[number] = max(slots[number], min(page_size, length - start))
+                start += page_size
+                self.numbers[-1].append(number)
+        self.ids, self.num_slots = list(number_of), slots
+
+    @staticmethod
+    def shape(values: list[int], block: range) -> tvm_ffi.Shape:
+        return tvm_ffi.Shape(tuple(values[block.start : block.stop]))
 
 
 @dataclass(frozen=True)
@@ -28,7 +92,8 @@ class PageFormat:
     kv_dtype : str
         A type of numbers, or the name of a codec.
     row_shape : tuple of int
-        Rows of a page: ``(2, num_kv_heads, page_size)``, of MLA layers ``(page_size,)``.
+        Rows of a page: ``(2, num_kv_heads, page_size)``, where a slot has one row
+        ``(page_size,)``, and of states ``(num_heads, key_dim)``.
     width, v_width : int
         Elements of a row, and those of its leading columns that are V; MLA only: they differ.
     codec_page_bytes : int
@@ -42,15 +107,24 @@ class PageFormat:
     codec_page_bytes: int = 0
 
     @classmethod
-    def of(cls, cache: CacheInspection, layer: int, kv_dtype: str | None = None) -> PageFormat:
-        """Return the format of a layer of a cache, or the one it would have with a `kv_dtype`.
+    def of(cls, cache: CacheInspection, index: int, kv_dtype: str | None = None) -> PageFormat:
+        """Return the format of a page group of a cache, or the one it would have with a `kv_dtype`.
 
         Raises
         ------
         ValueError
-            If there is no such `kv_dtype`.
+            If there is no such `kv_dtype`, or only K and V can have another one.
         """
-        info, page_size = cache.description["layers"][layer], cache.description["page_size"]
+        info, page_size = page_groups(cache)[index], cache.description["page_size"]
+        if info["has_states"]:
+            return cls("float32", (info["num_heads"], info["key_dim"]), *[info["value_dim"]] * 2)
+        if "row_width" in info:
+            if kv_dtype not in (None, info["kv_dtype"]):
+                raise ValueError(
+                    f"the {info['kind']} layer {info['id']} has rows of {kv_dtype}, and only K and "
+                    "V can be converted"
+                )
+            return cls(info["kv_dtype"], (page_size,), *[info["row_width"]] * 2)
         is_mla = info["kind"] == "mla"
         row_shape = (page_size,) if is_mla else (2, info["num_kv_heads"], page_size)
         rows = row_shape, info["qk_head_dim"], info["v_head_dim"]

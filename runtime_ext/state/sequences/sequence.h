@@ -24,8 +24,8 @@ namespace pagedkv {
 /*! \brief Sequences that have pages but not yet their content; see sequence_imports.h. */
 struct SequenceImport {
   std::vector<int64_t> ids;
-  std::vector<std::vector<int32_t>> pages;  // [group], without duplicates
-  std::vector<int64_t> num_arrived;         // [layer] pages that have their content
+  std::vector<std::vector<int32_t>> pages;  // [pool], without duplicates
+  std::vector<int64_t> num_arrived;         // [page group] pages that have their content
 };
 
 /*! \brief The state that a sequence returns to when a receive is cancelled; see receives.h. */

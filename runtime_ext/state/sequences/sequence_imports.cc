@@ -13,7 +13,38 @@
 
 namespace pagedkv {
 
-void SequenceImports::Check(const ImportedSequence& sequence, int32_t group) const {
+int64_t SequenceImports::NumPages(const ImportedSequence& sequence, int32_t pool) const {
+  const PageGeometry& geometry = table_->geometry();
+  const int32_t s = pool - geometry.num_groups();
+  if (s < 0) return geometry.PagesFor(sequence.length) - sequence.first_pages[pool];
+  const int64_t interval = geometry.state_group(s).interval;
+  return (sequence.state_lengths[s] + interval - 1) / interval - sequence.first_pages[pool];
+}
+
+void SequenceImports::CheckStates(const ImportedSequence& sequence, int32_t s) const {
+  const PageGeometry& geometry = table_->geometry();
+  const int64_t interval = geometry.state_group(s).interval, page_size = geometry.page_size();
+  const int64_t length = sequence.state_lengths[s];
+  const int64_t first = sequence.first_pages[geometry.StatePool(s)];
+  const int64_t num_full = length / interval;
+  if (length < 0 || length > sequence.length || first < 0 ||
+      first > std::max<int64_t>(num_full - 1, 0)) {
+    Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length,
+          " must keep a state that recurrent layers had behind some of its positions, and the one ",
+          "behind a multiple of ", interval, " before; got that of the first ", length,
+          " and states from that of position ", (first + 1) * interval, " on");
+  }
+  const int64_t begin = sequence.first_pages[geometry.state_group(s).ingredients] * page_size;
+  const int64_t min_begin =
+      std::min(std::max<int64_t>(sequence.length - kPoppable, 0), length) / interval * interval;
+  if (begin < min_begin || begin > num_full * interval) {
+    Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length,
+          " must keep the ingredients of recurrent layers from position ", min_begin, " to ",
+          num_full * interval, " on; got those from position ", begin);
+  }
+}
+
+void SequenceImports::CheckPositions(const ImportedSequence& sequence, int32_t group) const {
   const PageGeometry& geometry = table_->geometry();
   const int64_t page_size = geometry.page_size();
   const int64_t first = sequence.first_pages[group];
@@ -25,30 +56,40 @@ void SequenceImports::Check(const ImportedSequence& sequence, int32_t group) con
           " to ", last * page_size, " on, as its window of ", geometry.window(group),
           " has it; got those from position ", first * page_size);
   }
-  const auto num_pages = static_cast<int64_t>(sequence.page_numbers[group].size());
-  if (num_pages != geometry.PagesFor(sequence.length) - first) {
-    Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length, " needs ",
-          geometry.PagesFor(sequence.length) - first, " pages in layer group ", group, ", got ",
-          num_pages);
+}
+
+void SequenceImports::Check(const ImportedSequence& sequence, int32_t pool) const {
+  const PageGeometry& geometry = table_->geometry();
+  const int32_t num_groups = geometry.num_groups();
+  if (pool >= num_groups) {
+    CheckStates(sequence, pool - num_groups);  // and their ingredients
+  } else if (geometry.StateGroupOf(pool) < 0) {
+    CheckPositions(sequence, pool);
   }
+  const auto num_pages = static_cast<int64_t>(sequence.page_numbers[pool].size());
+  const int64_t num_needed = NumPages(sequence, pool);
+  if (num_pages == num_needed) return;
+  Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length, " needs ",
+        num_needed, " pages in ", pool < num_groups ? "layer group " : "state group ",
+        pool < num_groups ? pool : pool - num_groups, ", got ", num_pages);
 }
 
 int64_t SequenceImports::CountPages(const std::vector<ImportedSequence>& imported,
-                                    int32_t group) const {
+                                    int32_t pool) const {
   int64_t num_numbers = 0;
   for (const ImportedSequence& sequence : imported) {
-    Check(sequence, group);
-    num_numbers += static_cast<int64_t>(sequence.page_numbers[group].size());
+    Check(sequence, pool);
+    num_numbers += static_cast<int64_t>(sequence.page_numbers[pool].size());
   }
   // The index of each page in its sequences. All numbers must be used, which bounds them.
   std::vector<int64_t> index_of(num_numbers, -1);
   int64_t num_pages = 0;
   for (const ImportedSequence& sequence : imported) {
-    int64_t index = sequence.first_pages[group];
-    for (int64_t number : sequence.page_numbers[group]) {
+    int64_t index = sequence.first_pages[pool];
+    for (int64_t number : sequence.page_numbers[pool]) {
       if (number < 0 || number >= num_numbers ||
           (index_of[number] != -1 && index_of[number] != index)) {
-        Raise(kValueError, "page ", index, " of sequence ", sequence.id, " in layer group ", group,
+        Raise(kValueError, "page ", index, " of sequence ", sequence.id, " in layer group ", pool,
               " has a wrong number: ", number);
       }
       num_pages = std::max(num_pages, number + 1);
@@ -58,10 +99,10 @@ int64_t SequenceImports::CountPages(const std::vector<ImportedSequence>& importe
   auto unused = std::find(index_of.begin(), index_of.begin() + num_pages, -1);
   if (unused != index_of.begin() + num_pages) {
     Raise(kValueError, "no sequence has page ", unused - index_of.begin(), " of layer group ",
-          group);
+          pool);
   }
-  if (num_pages > table_->pool(group).num_available()) {
-    table_->RaiseFull(group, num_pages, "the import");
+  if (num_pages > table_->pool(pool).num_available()) {
+    table_->RaiseFull(pool, num_pages, "the import");
   }
   return num_pages;
 }
@@ -90,14 +131,15 @@ void SequenceImports::AddSequences(const std::vector<int64_t>& ids) const {
   }
 }
 
-void SequenceImports::Begin(std::vector<ImportedSequence> imported, size_t num_layers) const {
-  const int32_t num_groups = table_->num_groups();
+void SequenceImports::Begin(std::vector<ImportedSequence> imported, size_t num_page_groups) const {
+  const auto num_groups = static_cast<size_t>(table_->num_groups());
+  const int32_t num_pools = table_->geometry().num_pools();
   auto import = std::make_shared<SequenceImport>();
-  import->num_arrived.resize(num_layers, 0);
-  for (int32_t g = 0; g < num_groups; ++g) {
-    import->pages.emplace_back(CountPages(imported, g), -1);
+  import->num_arrived.resize(num_page_groups, 0);
+  for (int32_t p = 0; p < num_pools; ++p) {
+    import->pages.emplace_back(CountPages(imported, p), -1);
   }
-  std::vector<std::vector<std::vector<int32_t>>> pages;  // [sequence][group]
+  std::vector<std::vector<std::vector<int32_t>>> pages;  // [sequence][pool]
   for (const ImportedSequence& sequence : imported) {
     import->ids.push_back(sequence.id);
     pages.emplace_back();
@@ -107,17 +149,25 @@ void SequenceImports::Begin(std::vector<ImportedSequence> imported, size_t num_l
 
   for (size_t i = 0; i < imported.size(); ++i) {
     Sequence& sequence = table_->At(imported[i].id);
-    for (int32_t g = 0; g < num_groups; ++g) {
-      for (size_t k = 0; k < pages[i][g].size(); ++k) {
-        int32_t& page = import->pages[g][imported[i].page_numbers[g][k]];
+    for (int32_t p = 0; p < num_pools; ++p) {
+      for (size_t k = 0; k < pages[i][p].size(); ++k) {
+        int32_t& page = import->pages[p][imported[i].page_numbers[p][k]];
         if (page == -1) {
-          page = table_->pool(g).Allocate();
+          page = table_->pool(p).Allocate();
         } else {
-          table_->pool(g).AddOwner(page);
+          table_->pool(p).AddOwner(page);
         }
-        pages[i][g][k] = page;
+        pages[i][p][k] = page;
       }
     }
+    for (size_t s = 0; s < sequence.states.size(); ++s) {
+      SequenceStates& states = sequence.states[s];
+      states.length = imported[i].state_lengths[s];
+      states.first_page = imported[i].first_pages[num_groups + s];
+      states.pages = std::move(pages[i][num_groups + s]);
+    }
+    pages[i].resize(num_groups);
+    imported[i].first_pages.resize(num_groups);
     sequence.pages = std::move(pages[i]);
     sequence.first_pages = std::move(imported[i].first_pages);
     sequence.import = import;

@@ -21,8 +21,9 @@ namespace pagedkv {
 struct ImportedSequence {
   int64_t id;
   int64_t length;
-  std::vector<int64_t> first_pages;                // [group]
-  std::vector<std::vector<int64_t>> page_numbers;  // [group] indices into SequenceImport::pages
+  std::vector<int64_t> first_pages;                // [pool]
+  std::vector<std::vector<int64_t>> page_numbers;  // [pool] indices into SequenceImport::pages
+  std::vector<int64_t> state_lengths;              // [state group], SequenceStates::length
 };
 
 class SequenceImports {
@@ -34,7 +35,9 @@ class SequenceImports {
    * \brief Takes the pages of new sequences, or of existing empty ones.
    * \throws Error (ValueError, CacheFullError).
    */
-  void Begin(std::vector<ImportedSequence> imported, size_t num_layers) const;
+  void Begin(std::vector<ImportedSequence> imported, size_t num_page_groups) const;
+  /*! \brief Pages of the sequence in a pool; not positive where its numbers make no sense. */
+  int64_t NumPages(const ImportedSequence& sequence, int32_t pool) const;
   /*! \throws Error (KeyError; ValueError when the sequence is not being imported). */
   SequenceImport& At(int64_t id) const;
   /*! \brief Makes all sequences of the import usable. */
@@ -46,9 +49,12 @@ class SequenceImports {
   /*! \brief Adds the sequences that do not exist; others must be empty. \throws Error (ValueError).
    */
   void AddSequences(const std::vector<int64_t>& ids) const;
-  void Check(const ImportedSequence& sequence, int32_t group) const;
-  /*! \brief Pages of an import in a group. \throws Error (ValueError, CacheFullError). */
-  int64_t CountPages(const std::vector<ImportedSequence>& imported, int32_t group) const;
+  void Check(const ImportedSequence& sequence, int32_t pool) const;
+  void CheckPositions(const ImportedSequence& sequence, int32_t group) const;
+  /*! \brief That any state behind the last full one can be computed from what is kept. */
+  void CheckStates(const ImportedSequence& sequence, int32_t state_group) const;
+  /*! \brief Pages of an import in a pool. \throws Error (ValueError, CacheFullError). */
+  int64_t CountPages(const std::vector<ImportedSequence>& imported, int32_t pool) const;
 
   SequenceTable* table_;
 };

@@ -357,8 +357,10 @@ void SequenceTable::CancelReceive(Sequence* sequence) noexcept {
 void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* what) const {
   constexpr size_t kNumNamed = 3;
   std::vector<std::pair<size_t, int64_t>> holders;
+  const int32_t s = group - num_groups();
   for (const auto& [id, sequence] : sequences_) {
-    if (!sequence.pages[group].empty()) holders.emplace_back(sequence.pages[group].size(), id);
+    const size_t num_pages = (s < 0 ? sequence.pages[group] : sequence.states[s].pages).size();
+    if (num_pages > 0) holders.emplace_back(num_pages, id);
   }
   std::sort(holders.rbegin(), holders.rend());
   ClassicText who;
@@ -367,6 +369,7 @@ void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* wha
         << holders[i].first << ")";
   }
   std::string where = num_groups() > 1 ? " in layer group " + std::to_string(group) : "";
+  if (s >= 0) where = " in state group " + std::to_string(s) + ", for states of recurrent layers";
   Raise(kCacheFullError, what, " needs ", num_needed, " pages, but ", pools_[group].num_available(),
         " of ", pools_[group].num_pages(), " are available", where, who.str());
 }

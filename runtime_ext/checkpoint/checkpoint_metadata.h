@@ -21,8 +21,8 @@ namespace pagedkv {
 /*! \brief The state of a sequence without the content of its pages. */
 struct SequenceState {
   int64_t length = 0;
-  std::vector<int64_t> first_pages;    // [page group] pages that the window has moved past
-  std::vector<int64_t> state_lengths;  // [layer with states] positions that its last state covers
+  std::vector<int64_t> first_pages;         // [page group] pages that the window has moved past
+  std::vector<int64_t> state_lengths = {};  // [layer with states] what its last state covers
 };
 
 /*! \brief The metadata of sequence `sequence_id`. */

@@ -250,11 +250,6 @@ void CacheConfig::Validate() const {
   if (has_recurrent_layers() && has_sequence_windows) {
     Raise(kValueError, "windows of sequences are not possible with recurrent layers");
   }
-  if (has_recurrent_layers() && enable_kv_transfer) {
-    Raise(kValueError,
-          "enable_kv_transfer is not possible with recurrent layers yet: their states ",
-          "are not sent");
-  }
   for (const LayerConfig& layer : layers) {
     CheckLayer(layer);
     if (layer.recurrent && layer.recurrent->interval % page_size != 0) {

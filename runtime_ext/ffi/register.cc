@@ -149,6 +149,7 @@ constexpr CacheName kOwnNames[] = {
     {"send_block", Method<&KVSender::DescribeBlock>()},
     {"release_send_block", Method<&KVSender::ReleaseBlock>()},
     {"pages_of", Method<&LayerStorage::PagesOf>()},
+    {"pool_of", Method<&LayerStorage::PoolOf>()},
     {"shared_pages", Method<&LayerStorage::SharedPages>()},
     {"poison_free_pages", Method<&Inspector::PoisonFreePages>()},
     {"shuffle_free_pages", Method<&Inspector::ShuffleFreePages>()},

@@ -180,6 +180,8 @@ StringMap Inspector::DescribeRecurrent(const StoredLayer& layer) const {
           {"page_group", layer.index},
           {"kv_dtype", ffi::String(layer.config.kv_dtype())},
           {"row_width", layer.config.qk_head_dim},
+          {"sections", SectionsOf(layer.layout)},
+          {"page_bytes", layer.layout.page_bytes},
           {"num_heads", shape.num_heads},
           {"num_key_heads", shape.num_key_heads},
           {"key_dim", shape.key_dim},
@@ -203,6 +205,8 @@ StringMap Inspector::Describe() const {
                                       {"page_group", layer.index},
                                       {"kv_dtype", ffi::String(layer.config.kv_dtype())},
                                       {"row_width", layer.config.qk_head_dim},
+                                      {"sections", SectionsOf(layer.layout)},
+                                      {"page_bytes", layer.layout.page_bytes},
                                       {"channels", layer.config.qk_head_dim},
                                       {"width", layer.config.window},
                                       {"has_bias", layer.config.has_bias}});

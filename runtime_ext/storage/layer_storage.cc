@@ -17,7 +17,9 @@ LayerStorage::LayerStorage(const CacheConfig& config)
   RequireMemory();
   if (config.enable_kv_transfer && config.device.device_type == kDLCPU) {
     int64_t total_bytes = 0;
-    for (const LayerConfig& layer : config.layers) total_bytes += PoolBytes(layer);
+    for (const LayerConfig& layer : config.layers) {
+      total_bytes += PoolBytes(layer) + StatePoolBytes(layer);
+    }
     shared_pages_ = std::make_shared<SharedMemory>(total_bytes);
   }
   layers_.resize(config.layers.size());
@@ -39,7 +41,8 @@ LayerStorage::LayerStorage(const CacheConfig& config)
   for (size_t s = 0; s < state_groups.size(); ++s) {
     for (int64_t i : groups_[state_groups[s].ingredients].layers) {
       layers_[i].state_group = static_cast<int32_t>(s);
-      AllocateStates(&layers_[i]);
+      AllocateStates(&layers_[i], offset);
+      offset += StatePoolBytes(layers_[i].config);
     }
   }
   num_bytes_ = *counter_;
@@ -83,10 +86,25 @@ SlotLayout LayerStorage::LayoutOf(const LayerConfig& layer) const {
                            layer.qk_head_dim * ItemSize(layer.page_dtype));
 }
 
-int64_t LayerStorage::PoolBytes(const LayerConfig& layer) const {
-  constexpr int64_t kAlignment = 4096;  // of a page of memory, so that each pool can be mapped
-  const int64_t num_bytes = config_.NumPages(layer) * LayoutOf(layer).page_bytes;
+namespace {
+
+/*! \brief Rounds up to a page of memory, so that each pool can be mapped. */
+int64_t Aligned(int64_t num_bytes) {
+  constexpr int64_t kAlignment = 4096;
   return (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+}  // namespace
+
+int64_t LayerStorage::PoolBytes(const LayerConfig& layer) const {
+  return Aligned(config_.NumPages(layer) * LayoutOf(layer).page_bytes);
+}
+
+int64_t LayerStorage::StatePoolBytes(const LayerConfig& layer) const {
+  if (!layer.recurrent) return 0;
+  const RecurrentShape& shape = *layer.recurrent;
+  return Aligned(config_.NumStates(shape) * shape.num_heads * shape.key_dim * shape.value_dim *
+                 ItemSize(kFloat32));
 }
 
 ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared_offset) const {
@@ -103,11 +121,13 @@ ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared
   return TensorIn(shared_pages_, shared_offset, ffi::Shape(shape), layer.page_dtype, counter_);
 }
 
-void LayerStorage::AllocateStates(StoredLayer* layer) const {
+void LayerStorage::AllocateStates(StoredLayer* layer, int64_t shared_offset) const {
   const RecurrentShape& shape = *layer->config.recurrent;
-  layer->states =
-      AllocateTensor({config_.NumStates(shape), shape.num_heads, shape.key_dim, shape.value_dim},
-                     kFloat32, config_.device, counter_);
+  const ffi::Shape extents{config_.NumStates(shape), shape.num_heads, shape.key_dim,
+                           shape.value_dim};
+  layer->states = shared_pages_ == nullptr
+                      ? AllocateTensor(extents, kFloat32, config_.device, counter_)
+                      : TensorIn(shared_pages_, shared_offset, extents, kFloat32, counter_);
 }
 
 int64_t LayerStorage::PartAt(int64_t layer_id, int64_t LayerParts::* part) const {
@@ -139,10 +159,13 @@ const StoredLayer& LayerStorage::Conv(int64_t layer_id) const {
   return layers_[index];
 }
 
-void LayerStorage::RequireNoRecurrentLayers(const char* what) const {
-  if (!config_.has_recurrent_layers()) return;
-  Raise(kValueError, what, " is not possible yet in a cache with recurrent layers or short ",
-        "convolutions: what these keep would not be part of it");
+ffi::Tensor LayerStorage::PoolOf(int64_t page_group) const {
+  auto num_left = page_group - static_cast<int64_t>(layers_.size());
+  if (page_group >= 0 && num_left < 0) return layers_[page_group].pages;
+  for (const StoredLayer& layer : layers_) {
+    if (num_left >= 0 && layer.config.recurrent && num_left-- == 0) return layer.states;
+  }
+  Raise(kIndexError, "no page group ", page_group, " in the cache");
 }
 
 std::vector<int32_t> LayerStorage::NumPages() const {

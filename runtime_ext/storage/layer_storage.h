@@ -73,9 +73,6 @@ class LayerStorage {
     return layer.codec ? config_.dtype : layer.page_dtype;
   }
 
-  /*! \throws Error (ValueError) when layers keep states, which this cannot handle yet. */
-  void RequireNoRecurrentLayers(const char* what) const;
-
   std::vector<int32_t> NumPages() const;  // [group]
   std::vector<int64_t> Windows() const;   // [group], 0 for none
   std::vector<StateGroup> StateGroups() const;
@@ -87,6 +84,8 @@ class LayerStorage {
   const ByteCounter& counter() const { return counter_; }
   int64_t num_bytes() const { return num_bytes_; }
   ffi::Tensor PagesOf(int64_t layer_id) const { return At(layer_id).pages; }
+  /*! \brief The pool of a page group: see page_groups.h. \throws Error (IndexError). */
+  ffi::Tensor PoolOf(int64_t page_group) const;
   /*!
    * \brief File descriptor and size of the memory that holds all pages, for other processes to map.
    * [-1, 0] where the pages are not in shared memory.
@@ -96,10 +95,11 @@ class LayerStorage {
  private:
   void MakeGroups();
   int64_t PartAt(int64_t layer_id, int64_t LayerParts::* part) const;
-  void AllocateStates(StoredLayer* layer) const;
+  void AllocateStates(StoredLayer* layer, int64_t shared_offset) const;
   void RequireMemory() const;
   SlotLayout LayoutOf(const LayerConfig& layer) const;
   int64_t PoolBytes(const LayerConfig& layer) const;
+  int64_t StatePoolBytes(const LayerConfig& layer) const;
   ffi::Tensor AllocatePages(const LayerConfig& layer, int64_t shared_offset) const;
 
   const CacheConfig& config_;

@@ -75,7 +75,7 @@ TEST_CASE("failing memory: a receive") {
   Receives receives(&cache.table);
   ReceivePlan plan = receives.Acquire(&cache.table.At(1), 9);
   REQUIRE_FALSE(SucceedsWithoutAllocation(0, [&] { receives.SlotsOf(plan); }));
-  REQUIRE_EQ(NumPositions(receives.SlotsOf(plan)[0]), 9);
+  REQUIRE_EQ(NumPositions(receives.SlotsOf(plan).groups[0]), 9);
   REQUIRE(SucceedsWithoutAllocation(0, [&] { receives.Commit(std::move(plan), 1); }));
   REQUIRE_EQ(cache.table.At(1).length, 39);
   cache.table.CheckIntegrity();

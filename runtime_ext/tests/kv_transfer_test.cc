@@ -5,6 +5,7 @@
  */
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include "check.h"
 #include "state/plans/forward_plan.h"
@@ -20,7 +21,7 @@ using Numbers = std::vector<int64_t>;
 
 std::vector<SlotRuns> Parse(const Numbers& map, const Numbers& num_slots,
                             const std::vector<bool>& has_window) {
-  return ParseSlotMap(map.data(), map.size(), num_slots, has_window);
+  return ParseSlotMap(map.data(), map.size(), num_slots, has_window).groups;
 }
 
 void Step(ForwardPlan* plan, Numbers ids, Numbers lengths) {
@@ -111,7 +112,7 @@ TEST_CASE("kv transfer: receive with a window") {
   const std::vector<int32_t> before = table.At(0).pages[1];
   Receives receives(&table);
   ReceivePlan receive = receives.Acquire(&table.At(0), 90);
-  std::vector<SlotRuns> slots = receives.SlotsOf(receive);
+  std::vector<SlotRuns> slots = receives.SlotsOf(receive).groups;
   receives.Commit(std::move(receive), 1);
   table.CheckIntegrity();  // the window keeps positions from (95 - 16) / 4 * 4 = 76 on
   REQUIRE_EQ(NumPositions(slots[0]), 90);
@@ -140,7 +141,7 @@ TEST_CASE("kv transfer: receive with a window") {
 
 void Mark(SequenceTable* table, int64_t id, int64_t begin, SlotRuns slots) {
   auto mark = std::make_unique<SendMark>();
-  *mark = {1, 0, begin, begin + NumPositions(slots), begin, {slots, slots}};
+  *mark = {1, 0, begin, begin + NumPositions(slots), begin, {slots, slots}, {}};
   Sends(table).RequireSendable(table->At(id), *mark);
   table->At(id).send = std::move(mark);
 }
@@ -184,6 +185,111 @@ TEST_CASE("kv transfer: send") {
   sends.Release(block);
   REQUIRE(table.At(1).send == nullptr);  // nothing is left to send
   table.CheckIntegrity();
+}
+
+/*! \brief A mark for positions from 0 on, whose state is wanted in page 5. */
+SendMark MarkWithState(int64_t end, int64_t position) {
+  return {1,
+          0,
+          0,
+          end,
+          0,
+          {{{0, end}}, {{kNotWanted, position}, {0, end - position}}},
+          {{5, position}}};
+}
+
+TEST_CASE("kv transfer: a state that is not computed yet") {
+  SequenceTable table(4, 4, {64, 64}, {}, {{1, 8}}, {6});
+  ForwardPlan plan(&table, 1 << 20);
+  table.Add(0);
+  Step(&plan, {0}, {40});
+  table.Add(1);
+  Step(&plan, {1}, {24});  // reclaims the states behind 8 and 16 positions
+  const Sends sends(&table);
+  table.Fork(0, 2, 26);  // from 24
+  table.Fork(0, 3, 20);  // from 0
+  REQUIRE_EQ(table.At(2).states[0].length, 24);
+  REQUIRE_EQ(table.At(3).states[0].length, 0);
+  REQUIRE_RAISES("ValueError",
+                 "asks for the state behind 16 positions, but with positions 0 to 26 ",
+                 sends.RequireSendable(table.At(3), MarkWithState(26, 16)));
+  sends.RequireSendable(table.At(3), MarkWithState(26, 8));
+  table.At(3).send = std::make_unique<SendMark>(MarkWithState(26, 8));
+  REQUIRE_EQ(sends.ReadyEnd(table.At(3)), 7);
+  REQUIRE(sends.Plan(table.At(3)).runs[2].empty());
+  Numbers ids{3}, lengths{6};
+  for (int64_t id : {0, 1, 2}) table.Remove(id);
+  plan.Prepare({ids.data(), 1}, {lengths.data(), 1});
+  plan.Acquire();
+  plan.Commit();
+  SendBlock block = sends.Plan(table.At(3));
+  sends.Commit(block);
+  plan.Finish();
+  REQUIRE_EQ(block.end, 26);
+  REQUIRE_EQ(block.runs[2].size(), 1u);
+  REQUIRE_EQ(block.runs[2][0].source, table.states().FindPage(table.At(3), 0, 0));
+  REQUIRE_EQ(block.runs[2][0].destination, 5);
+  table.CheckIntegrity();
+  table.Remove(3);
+  REQUIRE_EQ(table.pins().num_pins(), 7 + 5 + 1);
+  table.CheckIntegrity();
+  sends.Release(block);
+  table.CheckIntegrity();
+
+  table.Clear();
+  table.Add(0);
+  Step(&plan, {0}, {40});
+  table.Add(1);
+  Step(&plan, {1}, {24});
+  table.Fork(0, 3, 20);
+  table.At(3).length = 26;  // as if there were no step to come
+  REQUIRE_RAISES("ValueError",
+                 "the state of recurrent layers behind position 8 of sequence 3 is gone",
+                 sends.RequireSendable(table.At(3), MarkWithState(26, 8)));
+}
+
+TEST_CASE("kv transfer: receive of a state") {
+  SequenceTable table(4, 4, {64, 64}, {}, {{1, 8}}, {8});
+  ForwardPlan plan(&table, 1 << 20);
+  Receives receives(&table);
+  table.Add(0);
+  Step(&plan, {0}, {10});
+  auto state = [&] {
+    const SequenceStates& states = table.At(0).states[0];
+    return std::make_pair(states.pages, Numbers{states.length, states.first_page});
+  };
+  const auto before = state();
+  const std::vector<int32_t> pages = table.At(0).pages[1], free = table.pool(2).free_pages();
+  for (int64_t count : {5, 13, 14, 40}) {  // states behind 0, 0, 8 and 32 positions
+    ReceivePlan plan = receives.Acquire(&table.At(0), count);
+    const SlotMap map = receives.SlotsOf(plan);
+    const int64_t position = count == 40 ? 32 : 0;
+    REQUIRE_EQ(map.states[0].position, position);
+    const std::vector<int64_t> numbers = EncodeSlotMap(map);
+    const SlotMap parsed =
+        ParseSlotMap(numbers.data(), numbers.size(), {256, 256, 8}, {false, true});
+    REQUIRE_EQ(parsed.states[0].page, map.states[0].page);
+    REQUIRE_EQ(parsed.states[0].position, position);
+    receives.Commit(std::move(plan), count);
+    table.CheckIntegrity();
+    receives.HoldPages(table.At(0));
+    table.CheckIntegrity();
+    receives.ReleasePages(count);
+    table.Pop(0, count);
+    REQUIRE(state() == before);
+    REQUIRE(table.At(0).pages[1] == pages);
+    REQUIRE(table.pool(2).free_pages() == free);
+    table.CheckIntegrity();
+  }
+  BeginReceive(&table, 0, 40);
+  REQUIRE_RAISES("ValueError", "while it is receiving", table.Fork(0, 1, 20));
+  Step(&plan, {0}, {1});
+  REQUIRE_EQ(table.At(0).states[0].length, 51);
+  table.Fork(0, 1, 35);
+  REQUIRE_RAISES("ValueError", "cannot fork", table.Fork(0, 2, 20));
+  table.CheckIntegrity();
+  table.Clear();
+  REQUIRE_EQ(table.pool(2).num_used(), 0);
 }
 
 }  // namespace

@@ -6,28 +6,13 @@
 #include "transfer/kv_receiver.h"
 
 #include <utility>
-#include <vector>
 
 #include "base/error.h"
 
 namespace pagedkv {
 
-namespace {
-
-std::vector<int64_t> EncodeSlotMap(const std::vector<SlotRuns>& groups) {
-  std::vector<int64_t> numbers;
-  for (const SlotRuns& runs : groups) {
-    numbers.push_back(static_cast<int64_t>(runs.size()));
-    for (const SlotRun& run : runs) numbers.insert(numbers.end(), {run.slot, run.length});
-  }
-  return numbers;
-}
-
-}  // namespace
-
 ffi::Shape KVReceiver::Prepare(int64_t sequence_id, int64_t append_length) {
   step_->phase().RequireIdle("prepare_recv");
-  step_->storage().RequireNoRecurrentLayers("a transfer");
   Sequence& sequence = table_->At(sequence_id);
   if (sequence.send) {
     Raise(kValueError, "sequence ", sequence_id, " is being sent; it cannot receive as well");

@@ -31,7 +31,8 @@ class KVReceiver {
   /*!
    * \brief Appends positions that are to be received.
    * \return Their slots, for each layer group: the number of runs, then for each run its first
-   *   slot and its length. See state/pages/slot_map.h.
+   *   slot and its length. Then for each state group 0, or 1 and the page of a state and the number
+   *   of positions that it covers. See state/pages/slot_map.h.
    * \throws Error (KeyError, ValueError, CacheFullError); then nothing has changed.
    */
   ffi::Shape Prepare(int64_t sequence_id, int64_t append_length);

@@ -36,9 +36,9 @@ void KVSender::SetHandler(int64_t peer, ffi::Optional<ffi::Function> handler, In
   step_->phase().RequireNotChanging("set_send_handler");
   if (!handler.has_value()) return DropHandler(peer);
   if (peers_.count(peer)) Raise(kValueError, "receiver ", peer, " has a handler already");
-  if (static_cast<int32_t>(num_slots.size) != table_->num_groups()) {
+  if (static_cast<int32_t>(num_slots.size) != table_->geometry().num_pools()) {
     Raise(kValueError, "the receiver has ", num_slots.size, " groups of layers, this cache ",
-          table_->num_groups());
+          table_->geometry().num_pools());
   }
   const std::vector<int64_t> slots(num_slots.data, num_slots.data + num_slots.size);
   for (int64_t n : slots) {
@@ -94,20 +94,20 @@ void KVSender::RequireMaySend(const Sequence& sequence) const {
 
 void KVSender::MarkSend(int64_t sequence_id, int64_t begin, IntSpan position_map, int64_t peer) {
   step_->phase().RequireIdle("mark_send");
-  step_->storage().RequireNoRecurrentLayers("a transfer");
   Sequence& sequence = table_->At(sequence_id);
   const std::vector<int64_t>& num_slots = PeerAt(peer).num_slots;
   RequireMaySend(sequence);
   std::vector<bool> has_window;
   for (int32_t g = 0; g < table_->num_groups(); ++g)
     has_window.push_back(table_->geometry().HasWindow(g));
-  auto slots = ParseSlotMap(position_map.data, position_map.size, num_slots, has_window);
-  const int64_t count = NumPositions(slots[0]);
+  SlotMap map = ParseSlotMap(position_map.data, position_map.size, num_slots, has_window);
+  const int64_t count = NumPositions(map.groups[0]);
   if (begin < 0 || begin > std::numeric_limits<int32_t>::max() - count) {
     Raise(kValueError, "cannot send ", count, " positions from ", begin, " on");
   }
   auto mark = std::make_unique<SendMark>();
-  *mark = {last_id_ + 1, peer, begin, begin + count, begin, std::move(slots)};
+  *mark = {last_id_ + 1,         peer, begin, begin + count, begin, std::move(map.groups),
+           std::move(map.states)};
   sends_.RequireSendable(sequence, *mark);
   const int64_t send_id = mark->id;
   sequence.send = std::move(mark);
@@ -152,7 +152,7 @@ std::vector<int64_t> KVSender::MakeBlocks(const std::vector<const Sequence*>& se
   std::vector<int64_t> ids;
   std::map<int64_t, SendBlock> blocks;
   for (const Sequence* sequence : sequences) {
-    if (sequence->publishable_length() <= sequence->send->next) continue;
+    if (sends_.ReadyEnd(*sequence) <= sequence->send->next) continue;
     ids.push_back(last_id_ + 1 + static_cast<int64_t>(ids.size()));
     blocks.emplace(ids.back(), sends_.Plan(*sequence));
   }

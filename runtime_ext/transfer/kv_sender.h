@@ -32,7 +32,8 @@ class KVSender {
   /*!
    * \brief Connects a receiver, or disconnects it.
    * \param handler Takes the id of a block; None releases all blocks for the receiver.
-   * \param num_slots Slots of the receiver's pools, for each layer group.
+   * \param num_slots Slots of the receiver's pools, for each layer group; then pages, for each
+   *   state group.
    */
   void SetHandler(int64_t peer, ffi::Optional<ffi::Function> handler, IntSpan num_slots);
   void DropHandler(int64_t peer) noexcept;
@@ -68,7 +69,7 @@ class KVSender {
  private:
   struct Peer {
     ffi::Function handler;
-    std::vector<int64_t> num_slots;  // [group]
+    std::vector<int64_t> num_slots;  // [pool]
   };
   const Peer& PeerAt(int64_t peer) const;
   void RequireMaySend(const Sequence& sequence) const;

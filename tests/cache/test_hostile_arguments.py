@@ -74,7 +74,7 @@ WITHOUT_CACHE = {
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
     OWN + "conv", OWN + "recurrent", OWN + "check_conv", OWN + "check_recurrent",
-    OWN + "state_table",
+    OWN + "state_table", OWN + "pool_of",
     OWN + "tier_close", OWN + "tier_memory", OWN + "borrow_scratch", OWN + "return_scratch",
     *(f"{RNN}{name}" for name in ("create", "get", "set", "debug_get")),
     OWN + "rnn_state_can_fork", OWN + "rnn_state_can_popn",

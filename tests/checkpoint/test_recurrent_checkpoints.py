@@ -13,7 +13,7 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 
 from ..support.checkpoint_cases import call, export, restore
-from ..support.recurrent_world import Text, World
+from ..support.recurrent_world import Text, World, outputs
 
 POPPABLE = 16
 
@@ -32,21 +32,6 @@ def saved(world: World, path, seed: int, **options) -> World:
     other.cache.check_integrity()
     other.texts = {i: Text(list(world.texts[i].tokens)) for i in ids}
     return other
-
-
-def outputs(world: World, lengths: dict[int, int], salt: int) -> list[np.ndarray]:
-    """Append rows that depend on the salt alone."""
-    rng = np.random.default_rng(salt)
-    rows = [int(token) for token in rng.integers(24, size=sum(lengths.values()))]
-    found = []
-    with world.cache.forward(list(lengths), list(lengths.values())):
-        for i in range(5):
-            if i in world.layers:
-                found += [x.numpy() for x in world.layers[i].run(world.cache, i, rows)]
-            else:
-                qkv = rng.standard_normal((len(rows), 4, 16)).astype(world.config.dtype)
-                found.append(world.cache.attention(i, qkv).numpy())
-    return found
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])

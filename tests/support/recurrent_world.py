@@ -90,7 +90,13 @@ class World:
     """A cache with random operations, and the texts that its sequences should have."""
 
     def __init__(
-        self, seed: int, dtype: str, prefix_cache: pkv.PrefixCacheConfig | None = None, **options
+        self,
+        seed: int,
+        dtype: str,
+        prefix_cache: pkv.PrefixCacheConfig | None = None,
+        *,
+        enable_kv_transfer: bool = False,
+        **options,
     ):
         self.rng = np.random.default_rng(seed)
         self.layers = {
@@ -133,6 +139,7 @@ class World:
             layers=specs,
             rope=pkv.RopeConfig(mode="none"),
             prefix_cache=prefix_cache,
+            enable_kv_transfer=enable_kv_transfer,
         )
         self.cache = pkv.create(self.config)
         self.texts: dict[int, Text] = {}
@@ -299,3 +306,18 @@ class World:
         self.texts[seq_id] = Text(tokens)
         self.cache.record_tokens(seq_id, tokens[self.cache.num_recorded_tokens(seq_id) :])
         self.count("commits")
+
+
+def outputs(world: World, lengths: dict[int, int], salt: int) -> list[np.ndarray]:
+    """Append rows that depend on the salt alone, and return what all layers make of them."""
+    rng = np.random.default_rng(salt)
+    rows = [int(token) for token in rng.integers(NUM_TOKENS, size=sum(lengths.values()))]
+    found = []
+    with world.cache.forward(list(lengths), list(lengths.values())):
+        for i in range(5):
+            if i in world.layers:
+                found += [x.numpy() for x in world.layers[i].run(world.cache, i, rows)]
+            else:
+                qkv = rng.standard_normal((len(rows), 4, 16)).astype(world.config.dtype)
+                found.append(world.cache.attention(i, qkv).numpy())
+    return found

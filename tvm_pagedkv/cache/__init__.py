@@ -5,6 +5,7 @@ Nothing here needs a compiler.
 """
 
 from .kv_cache import KVCache
+from .page_format import page_groups
 from .page_map import PageMap
 from .stats import CacheStats, GroupStats, PrefixTierStats
 from .tiers import open_prefix_cache
@@ -16,4 +17,5 @@ __all__ = [
     "PageMap",
     "PrefixTierStats",
     "open_prefix_cache",
+    "page_groups",
 ]

@@ -36,7 +36,9 @@ def page_groups(cache: CacheInspection) -> list[dict[str, Any]]:
     for x in layers:
         if x["kind"] == "recurrent":
             pool, name = num_groups + x["state_group"], f"states.{x['page_group']}"
-            groups.append({**x, "name": name, "pool": pool, "has_states": True})
+            page_bytes = 4 * x["num_heads"] * x["key_dim"] * x["value_dim"]
+            states = {"name": name, "pool": pool, "has_states": True, "page_bytes": page_bytes}
+            groups.append({**x, **states, "sections": []})
     return groups
 
 

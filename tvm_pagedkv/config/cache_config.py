@@ -176,12 +176,11 @@ class KVCacheConfig:
         for index, layer in enumerate(layers):
             if layer.recurrent is None and layer.conv is None:
                 continue
-            for name in ("sliding_window", "enable_kv_transfer"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"layer {index} of kind {layer.kind!r}: {name} is not possible yet with "
-                        "recurrent layers and short convolutions"
-                    )
+            if self.sliding_window:
+                raise ValueError(
+                    f"layer {index} of kind {layer.kind!r}: sliding_window is not possible with "
+                    "recurrent layers and short convolutions"
+                )
             if layer.recurrent is not None:
                 layer.recurrent.interval(self.dtype, self.page_size)
 

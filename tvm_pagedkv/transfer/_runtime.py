@@ -12,7 +12,7 @@ import tvm
 import tvm_ffi
 
 from .._functions import global_function
-from ..cache import KVCache
+from ..cache import KVCache, page_groups
 
 
 def prepare_recv(cache: KVCache, seq_id: int, length: int) -> list[int]:
@@ -22,7 +22,8 @@ def prepare_recv(cache: KVCache, seq_id: int, length: int) -> list[int]:
     -------
     list of int
         The map of their slots: for each layer group the number of runs, then the first slot and the
-        length of each run; slot -1 where a window keeps none.
+        length of each run; slot -1 where a window keeps none. Then for each state group 0, or 1,
+        the page for a state, and the number of positions that the state covers.
     """
     return list(global_function("vm.builtin.kv_cache_disagg_prepare_recv")(cache, seq_id, length))
 
@@ -83,7 +84,7 @@ def set_send_handler(
         None removes the handler. This is allowed from any thread at any time: if the cache is busy,
         its next call removes the handler.
     num_slots : sequence of int
-        Slots of the receiver's pool, per layer group.
+        Slots of the receiver's pool, per layer group; then pages, per state group.
     """
     if handler is None:
         global_function("pagedkv.drop_send_handler")(cache, peer)
@@ -120,7 +121,8 @@ def send_block(cache: KVCache, block: int) -> dict[str, Any]:
     -------
     dict
         ``sequence_id``, ``send_id``, ``begin`` and ``end`` (positions), and ``runs``: for each
-        layer group int64 ``[n, 3]`` with source slot, destination slot and length.
+        layer group int64 ``[n, 3]`` with source slot, destination slot and length; then the same
+        for each state group, with pages in place of slots.
     """
     described = dict(global_function("pagedkv.send_block")(cache, block).items())
     described["runs"] = [np.from_dlpack(runs).copy() for runs in described["runs"]]
@@ -132,20 +134,21 @@ def release_send_block(cache: KVCache, block: int) -> None:
     global_function("pagedkv.release_send_block")(cache, block)
 
 
-def pages_of(cache: KVCache, layer: int) -> tvm_ffi.Tensor:
-    """Return the pages of a layer.
+def pages_of(cache: KVCache, page_group: int) -> tvm_ffi.Tensor:
+    """Return the pages of a layer, or of its states.
 
     Parameters
     ----------
-    layer : int
-        Index in ``KVCache.description["layers"]``.
+    page_group : int
+        Index in `page_groups`.
 
     Returns
     -------
     tensor ``[num_pages, 2, num_kv_heads, page_size, head_dim]``
-        MLA: ``[num_pages, page_size, head_dim]``. Quantized: uint8 ``[num_pages, page_bytes]``.
+        Of layers with one row in a slot: ``[num_pages, page_size, width]``. Quantized: uint8
+        ``[num_pages, page_bytes]``. States: ``[num_pages, num_heads, key_dim, value_dim]``.
     """
-    return global_function("pagedkv.pages_of")(cache, cache.description["layers"][layer]["id"])
+    return global_function("pagedkv.pool_of")(cache, page_group)
 
 
 def copy_regions(destination: Any, source: Any, regions: np.ndarray) -> None:
@@ -168,13 +171,13 @@ def shared_pages(cache: KVCache) -> tuple[int, int]:
 
 
 def pool_ranges(cache: KVCache) -> list[tuple[int, int]]:
-    """Return each layer's pages as offset from the lowest address, and size, in bytes."""
-    arrays = [pool_address(cache, layer) for layer in range(len(cache.description["layers"]))]
+    """Return each page group's pages as offset from the lowest address, and size, in bytes."""
+    arrays = [pool_address(cache, index) for index in range(len(page_groups(cache)))]
     first = min(address for address, _ in arrays)
     return [(address - first, size) for address, size in arrays]
 
 
-def pool_address(cache: KVCache, layer: int) -> tuple[int, int]:
-    """Return the address and size in bytes of a layer's pages."""
-    pages = pages_of(cache, layer)
+def pool_address(cache: KVCache, page_group: int) -> tuple[int, int]:
+    """Return the address and size in bytes of the pages of a page group."""
+    pages = pages_of(cache, page_group)
     return pages.data_ptr(), int(np.prod(pages.shape)) * pages.dtype.itemsize

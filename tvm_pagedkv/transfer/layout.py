@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import KVCache
+from ..cache import KVCache, page_groups
 from .channel import TransferError
 
 PROTOCOL = 1
@@ -23,22 +23,37 @@ _LAYER_FIELDS = (
     "rope_theta",
     "rope_scale",
 )
+_ROW_FIELDS = ("id", "kind", "group", "kv_dtype", "row_width")
+_RECURRENT_FIELDS = (
+    "num_heads",
+    "num_key_heads",
+    "key_dim",
+    "value_dim",
+    "has_channel_decay",
+    "has_beta",
+    "checkpoint_tokens",
+)
 
 
 def layout_of(cache: KVCache) -> dict[str, Any]:
     """Return everything that decides the meaning of a page's bytes, as JSON values."""
     info = cache.description
-    types = [str(layer["kv_dtype"]) for layer in info["layers"]]
+    layers = [group for group in page_groups(cache) if not group["has_states"]]
+    types = [str(layer["kv_dtype"]) for layer in layers]
     return {
         "protocol": PROTOCOL,
         "page_size": info["page_size"],
         "kv_dtype": types[0] if len(set(types)) == 1 else types,
         "rope_mode": info["rope_mode"],
-        "layers": [_described(layer) for layer in info["layers"]],
+        "layers": [_described(layer) for layer in layers],
     }
 
 
 def _described(layer: dict[str, Any]) -> dict[str, Any]:
+    if layer["kind"] == "recurrent":
+        return {name: layer[name] for name in (*_ROW_FIELDS, *_RECURRENT_FIELDS)}
+    if layer["kind"] == "conv":
+        return {name: layer[name] for name in (*_ROW_FIELDS, "width")}
     # Sizes of plain pages follow from the other fields.
     codec = ("sections", "page_bytes", "codec_revision")
     fields = (*_LAYER_FIELDS, *codec) if layer["is_quantized"] else _LAYER_FIELDS
@@ -46,7 +61,7 @@ def _described(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def pools_of(memory: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
-    """Return the begin and size in bytes of each layer's pages, from the peer's `Channel.expose`.
+    """Return the begin and size in bytes of each page group, from the peer's `Channel.expose`.
 
     Raises
     ------
@@ -68,9 +83,10 @@ def pools_of(memory: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
 
 
 def num_slots_of(cache: KVCache) -> list[int]:
-    """Return the number of slots in the pool of each layer group."""
-    page_size = cache.description["page_size"]
-    return [group["num_pages"] * page_size for group in cache.stats()["groups"]]
+    """Return the slots in the pool of each layer group, then the pages of each state group."""
+    page_size, stats = cache.description["page_size"], cache.stats()
+    slots = [group["num_pages"] * page_size for group in stats["groups"]]
+    return slots + [group["num_pages"] for group in stats["state_groups"]]
 
 
 def check_layout(ours: dict[str, Any], theirs: Any) -> None:
@@ -99,14 +115,27 @@ def _difference(path: str, ours: Any, theirs: Any) -> str | None:
     return None if ours == theirs else f"{path} is {ours!r} here and {theirs!r} there"
 
 
-def expand_map(numbers: Sequence[int], num_groups: int) -> list[np.ndarray]:
-    """Return the slot of every position, as int64 ``[n]`` per layer group; -1: it has none."""
+def expand_map(
+    numbers: Sequence[int], num_groups: int, num_state_groups: int = 0, begin: int = 0
+) -> list[np.ndarray]:
+    """Return the slot of every position, as int64 ``[n]`` per layer group; -1: it has none.
+
+    Then per state group: the page of the state that is behind a position.
+    """
     groups, at = [], 0
     for _ in range(num_groups):
         count = numbers[at]
         runs = np.array(numbers[at + 1 : at + 1 + 2 * count], np.int64).reshape(count, 2)
         groups.append(np.concatenate([_expand(slot, length) for slot, length in runs]))
         at += 1 + 2 * count
+    length = sum(numbers[2 : 1 + 2 * numbers[0] : 2])
+    for _ in range(num_state_groups):
+        pages = np.full(length, -1, np.int64)
+        if numbers[at]:
+            page, position = numbers[at + 1 : at + 3]
+            pages[position - 1 - begin] = page
+        groups.append(pages)
+        at += 1 + 2 * numbers[at]
     return groups
 
 
@@ -126,8 +155,9 @@ def regions(layer: dict[str, Any], page_size: int, runs: np.ndarray) -> np.ndarr
     Parameters
     ----------
     layer : dict
-        An entry of ``KVCache.description["layers"]``.
+        An entry of `page_groups`.
     page_size : int
+        1 for states, whose runs are of pages.
     runs : int64 ``[n, 3]``
         Source slot, destination slot and length; each run is within one page on both sides.
 

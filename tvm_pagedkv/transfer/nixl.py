@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import KVCache
+from ..cache import KVCache, page_groups
 from . import _runtime, clock
 from .channel import ChannelClosed, TransferError, TransferTimeout
 from .layout import pools_of
@@ -74,7 +74,7 @@ class NixlChannel(SocketChannel):
     def attach(self, cache: KVCache, memory: dict[str, Any]) -> None:
         if memory.get("kind") != "nixl":
             raise ValueError(f"a NixlChannel cannot read memory of kind {memory.get('kind')!r}")
-        theirs = pools_of(memory, len(cache.description["layers"]))
+        theirs = pools_of(memory, len(page_groups(cache)))
         ours = self._register(cache)
         self._generation = str(memory.get("generation"))
         both = np.array([ours, theirs], np.uint64)  # [side, layer, (address, size)]
@@ -138,7 +138,7 @@ class NixlChannel(SocketChannel):
     def _register(self, cache: KVCache) -> list[tuple[int, int]]:
         if str(cache.description["device"]).partition(":")[0] != "cpu":
             raise ValueError("a NixlChannel serves caches on the CPU")
-        pools = [_runtime.pool_address(cache, i) for i in range(len(cache.description["layers"]))]
+        pools = [_runtime.pool_address(cache, i) for i in range(len(page_groups(cache)))]
         descriptors = [(address, size, 0, "") for address, size in pools]
         self._registered = self._agent.register_memory(descriptors, "DRAM")
         self._cache = cache  # its memory must outlive the registration

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import KVCache
+from ..cache import KVCache, page_groups
 from . import _runtime
 from .channel import Channel, MessageError, TransferError, TransferTimeout
 from .clock import Deadline
 from .endpoint import Endpoint, field, integers, quote
-from .layout import expand_map, expand_runs, regions
+from .layout import expand_map, expand_runs, num_slots_of, regions
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Ticket:
     receive_id: int
     begin: int
     length: int
-    slots: list[np.ndarray]  # per layer group, of every position; -1: a window keeps none
+    slots: list[np.ndarray]  # per layer group, of every position; -1: none; then of states
     read: int
     confirmed: int
     unconfirmed: dict[int, int]  # block -> the position after its last
@@ -79,6 +79,8 @@ class Receiver(Endpoint):
         self._ids = itertools.count(1)
         self._their_slots: list[int] = []
         self._receives: set[int] = set()  # receives whose pages are reserved
+        self._info, self._page_groups = cache.description, page_groups(cache)
+        self._num_groups = len(cache.stats()["groups"])
         super().__init__(cache, channel, timeout)
         # For an object that is dropped without being closed.
         forget = weakref.finalize(self, _runtime.release_receives, cache, self._receives)
@@ -115,7 +117,8 @@ class Receiver(Endpoint):
         numbers = _runtime.prepare_recv(self.cache, seq_id, length)
         receive = _runtime.receive_id(self.cache, seq_id)
         self._receives.add(receive)
-        slots = expand_map(numbers, len(self.cache.stats()["groups"]))
+        num_state_groups = len(num_slots_of(self.cache)) - self._num_groups
+        slots = expand_map(numbers, self._num_groups, num_state_groups, begin)
         ticket = Ticket(
             next(self._ids), seq_id, receive, begin, length, slots, begin, begin, unconfirmed={}
         )
@@ -165,10 +168,10 @@ class Receiver(Endpoint):
 
     def _greet(self, hello: dict[str, Any]) -> None:
         self._their_slots = integers(hello, "num_slots")
-        if len(self._their_slots) != len(self.cache.stats()["groups"]):
+        num_pools = len(num_slots_of(self.cache))
+        if len(self._their_slots) != num_pools:
             raise TransferError(
-                f"the sender has {len(self._their_slots)} groups of layers, this cache "
-                f"{len(self.cache.stats()['groups'])}"
+                f"the sender has {len(self._their_slots)} groups of layers, this cache {num_pools}"
             )
         self.channel.attach(self.cache, field(hello, "memory", dict))
 
@@ -199,18 +202,20 @@ class Receiver(Endpoint):
         runs = self._check_offer(ticket, offer)
         if _runtime.receive_id(self.cache, ticket.seq_id) != ticket.receive_id:
             raise TransferError(f"sequence {ticket.seq_id} was used while it was being received")
-        info = self.cache.description
-        by_group = {}
-        by_layer = {}
-        for index, layer in enumerate(info["layers"]):
-            group = layer["group"]
-            if group not in by_group:
-                by_group[group] = regions(layer, info["page_size"], runs[group])
-            by_layer[index] = by_group[group]
-        self.channel.read(by_layer, f"{ticket.id}.{block}", self.timeout)
+        by_pool, by_group = {}, {}
+        for index, layer in enumerate(self._page_groups):
+            pool = layer["pool"]
+            if pool not in by_pool:
+                by_pool[pool] = regions(layer, self._page_size(pool), runs[pool])
+            by_group[index] = by_pool[pool]
+        self.channel.read(by_group, f"{ticket.id}.{block}", self.timeout)
         ticket.read = offer["end"]
         ticket.unconfirmed[block] = offer["end"]
         self.channel.send({"type": "read", "id": ticket.id, "block": block})
+
+    def _page_size(self, pool: int) -> int:
+        """Return the slots of a page; a page of states is one."""
+        return self._info["page_size"] if pool < self._num_groups else 1
 
     def _confirm(self, ticket: Ticket, block: int) -> None:
         if block not in ticket.unconfirmed:
@@ -228,9 +233,9 @@ class Receiver(Endpoint):
         groups = field(offer, "runs", list)
         if len(groups) != len(ticket.slots):
             raise TransferError(f"the sender offers {len(groups)} groups of {len(ticket.slots)}")
-        page_size = self.cache.description["page_size"]
         checked = []
         for group, numbers in enumerate(groups):
+            page_size = self._page_size(group)
             try:
                 runs = np.array(numbers, np.int64).reshape(-1, 3)
             except (ValueError, TypeError, OverflowError):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from ..cache import KVCache
+from ..cache import KVCache, page_groups
 from . import _runtime
 from .channel import ChannelClosed, TransferError
 from .layout import pools_of
@@ -55,7 +55,7 @@ class SharedMemoryChannel(SocketChannel):
     def attach(self, cache: KVCache, memory: dict[str, Any]) -> None:
         if memory.get("kind") != "shared_memory" or not self._descriptors_in:
             raise ValueError(f"the sender's memory is of kind {memory.get('kind')!r}, not shared")
-        pools = pools_of(memory, len(cache.description["layers"]))
+        pools = pools_of(memory, len(page_groups(cache)))
         descriptor = self._descriptors_in.pop(0)
         try:
             num_bytes = os.fstat(descriptor).st_size

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "base/error.h"
 
@@ -45,10 +46,47 @@ int64_t NumPositions(const SlotRuns& runs) {
   return total;
 }
 
-std::vector<SlotRuns> ParseSlotMap(const int64_t* data, size_t size,
-                                   const std::vector<int64_t>& num_slots,
-                                   const std::vector<bool>& has_window) {
-  std::vector<SlotRuns> maps(num_slots.size());
+namespace {
+
+/*! \brief Decodes what a map has for a state group, from `at` on. */
+StateSlot ParseState(const int64_t* data, size_t size, size_t* at, size_t group,
+                     int64_t num_pages) {
+  if (*at == size) {
+    Raise(kValueError, "the position map has no page for states of group ", group);
+  }
+  const int64_t count = data[(*at)++];
+  if (count == 0) return {};
+  if (count != 1 || size - *at < 2) {
+    Raise(kValueError, "the position map should have ", count, " states of group ", group,
+          ", but a receiver wants one at most, and there are ", size - *at, " more numbers");
+  }
+  const StateSlot state{data[*at], data[*at + 1]};
+  *at += 2;
+  if (state.page < 0 || state.page >= num_pages) {
+    Raise(kValueError, "state page ", state.page, " in the position map of group ", group,
+          " is not in [0, ", num_pages, ")");
+  }
+  return state;
+}
+
+}  // namespace
+
+std::vector<int64_t> EncodeSlotMap(const SlotMap& map) {
+  std::vector<int64_t> numbers;
+  for (const SlotRuns& runs : map.groups) {
+    numbers.push_back(static_cast<int64_t>(runs.size()));
+    for (const SlotRun& run : runs) numbers.insert(numbers.end(), {run.slot, run.length});
+  }
+  for (const StateSlot& state : map.states) {
+    numbers.push_back(state.page == kNotWanted ? 0 : 1);
+    if (state.page != kNotWanted) numbers.insert(numbers.end(), {state.page, state.position});
+  }
+  return numbers;
+}
+
+SlotMap ParseSlotMap(const int64_t* data, size_t size, const std::vector<int64_t>& num_slots,
+                     const std::vector<bool>& has_window) {
+  std::vector<SlotRuns> maps(has_window.size());
   size_t at = 0;
   for (size_t g = 0; g < maps.size(); ++g) {
     if (at == size) {
@@ -85,11 +123,15 @@ std::vector<SlotRuns> ParseSlotMap(const int64_t* data, size_t size,
             " positions, that of group 0 has ", NumPositions(maps[0]));
     }
   }
+  std::vector<StateSlot> states;
+  for (size_t p = maps.size(); p < num_slots.size(); ++p) {
+    states.push_back(ParseState(data, size, &at, p - maps.size(), num_slots[p]));
+  }
   if (at != size) {
     Raise(kValueError, "the position map has ", size - at, " numbers after its ", maps.size(),
           maps.size() == 1 ? " group" : " groups");
   }
-  return maps;
+  return {std::move(maps), std::move(states)};
 }
 
 }  // namespace pagedkv

@@ -129,6 +129,13 @@ class PageGeometry {
   int64_t FirstPageToKeep(int32_t group, int64_t text_length) const {
     return PageOf(FirstVisible(group, std::max<int64_t>(text_length - kPoppable, 0)));
   }
+  /*! \brief The length of the state that comes with positions [begin, end) of another cache; 0
+   * where the one at `begin` is late enough. */
+  int64_t StateToReceive(int32_t s, int64_t begin, int64_t end) const {
+    const int32_t group = state_groups_[static_cast<size_t>(s)].ingredients;
+    const int64_t length = FirstVisible(group, std::max<int64_t>(end - kPoppable, 0));
+    return length > begin ? length : 0;
+  }
   int64_t SinkPages(const Sequence& sequence) const { return PagesFor(sequence.window.num_sinks); }
   /*! \brief Pages that a sequence may give up: before the first page, or behind its sinks. */
   int64_t NumPagesGone(const Sequence& sequence, int32_t group) const {

@@ -13,6 +13,18 @@
 
 namespace pagedkv {
 
+int64_t Receives::FirstPage(const Sequence& sequence, int32_t group, int64_t end) const {
+  const PageGeometry& geometry = table_->geometry();
+  int64_t first = geometry.FirstPageToKeep(group, end);
+  const int32_t s = geometry.StateGroupOf(group);
+  if (s >= 0 && first * geometry.page_size() <= sequence.length) {
+    // The states of the sequence are enough, and need the ingredients behind the last full one.
+    const int64_t interval = geometry.state_group(s).interval;
+    first = std::min(first, geometry.PageOf(sequence.states[s].length / interval * interval));
+  }
+  return std::max(sequence.first_pages[group], first);
+}
+
 ReceivePlan Receives::Acquire(Sequence* sequence, int64_t count) const {
   constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();
   if (count < 1) {
@@ -43,7 +55,7 @@ ReceivePlan Receives::Acquire(Sequence* sequence, int64_t count) const {
     const std::vector<int32_t>& old = sequence->pages[g];
     Receive::Group group;
     group.first_page = sequence->first_pages[g];
-    const int64_t first = std::max(group.first_page, geometry.FirstPageToKeep(g, end));
+    const int64_t first = FirstPage(*sequence, g, end);
     const auto num_old = static_cast<int64_t>(old.size());
     const int64_t num_gone = std::min(first - group.first_page, num_old);
     int64_t num_retained = num_old - num_gone;
@@ -64,7 +76,23 @@ ReceivePlan Receives::Acquire(Sequence* sequence, int64_t count) const {
     plan.pages[g].assign(old.begin() + num_gone, old.begin() + num_gone + num_retained);
     plan.receive->groups.push_back(std::move(group));
   }
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    plan.receive->states.emplace_back();
+    plan.states.emplace_back();
+    const int64_t position = geometry.StateToReceive(s, begin, end);
+    if (position == 0) continue;
+    const int32_t p = geometry.StatePool(s);
+    if (table_->pool(p).num_available() < 1) table_->RaiseFull(p, 1, "the receive");
+    SequenceStates& states = plan.states[s].emplace();
+    states.length = position;
+    states.first_page = position / geometry.state_group(s).interval - 1;
+    states.pages.reserve(1);
+  }
   // What follows cannot fail.
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    if (!plan.states[s]) continue;
+    plan.states[s]->pages.push_back(table_->pool(geometry.StatePool(s)).Allocate());
+  }
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const auto num_pages = static_cast<size_t>(geometry.PagesFor(end) - plan.first_pages[g]);
     while (plan.pages[g].size() < num_pages) plan.pages[g].push_back(table_->pool(g).Allocate());
@@ -74,6 +102,10 @@ ReceivePlan Receives::Acquire(Sequence* sequence, int64_t count) const {
 }
 
 void Receives::Release(const ReceivePlan& plan) const noexcept {
+  for (int32_t s = table_->num_state_groups() - 1; s >= 0; --s) {
+    if (!plan.states[s]) continue;
+    table_->pool(table_->geometry().StatePool(s)).Unallocate(plan.states[s]->pages[0]);
+  }
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     PagePool& pool = table_->pool(g);
     const Receive::Group& group = plan.receive->groups[g];
@@ -96,6 +128,11 @@ void Receives::Commit(ReceivePlan plan, int64_t id) const noexcept {
   }
   sequence->pages = std::move(plan.pages);
   sequence->first_pages = std::move(plan.first_pages);
+  for (size_t s = 0; s < plan.states.size(); ++s) {
+    if (!plan.states[s]) continue;
+    plan.receive->states[s] = std::move(sequence->states[s]);
+    sequence->states[s] = std::move(*plan.states[s]);
+  }
   sequence->receive = std::move(plan.receive);
   sequence->receive->id = id;
   table_->Grow(sequence, plan.count);
@@ -105,46 +142,53 @@ void Receives::HoldPages(const Sequence& sequence) {
   const Receive& receive = *sequence.receive;
   if (held_.count(receive.id)) return;
   const PageGeometry& geometry = table_->geometry();
-  Pages written(table_->num_groups());
+  Pages written(geometry.num_pools());
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const int64_t begin = std::max(receive.begin, geometry.FirstPosition(sequence, g));
     if (begin >= sequence.length) continue;
     const std::vector<int32_t>& pages = sequence.pages[g];
     written[g].assign(pages.begin() + geometry.PageIndex(sequence, g, begin), pages.end());
   }
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    if (receive.states[s]) written[geometry.StatePool(s)] = sequence.states[s].pages;
+  }
   const Pages& kept = held_.emplace(receive.id, std::move(written)).first->second;
-  for (int32_t g = 0; g < table_->num_groups(); ++g) {
-    for (int32_t page : kept[g]) table_->pins().Pin(g, page);
+  for (int32_t p = 0; p < geometry.num_pools(); ++p) {
+    for (int32_t page : kept[p]) table_->pins().Pin(p, page);
   }
 }
 
 bool Receives::ReleasePages(int64_t receive_id) noexcept {
   auto it = held_.find(receive_id);
   if (it == held_.end()) return false;
-  for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
-    const std::vector<int32_t>& pages = it->second[g];
-    for (auto page = pages.rbegin(); page != pages.rend(); ++page) table_->pins().Unpin(g, *page);
+  for (int32_t p = table_->geometry().num_pools() - 1; p >= 0; --p) {
+    const std::vector<int32_t>& pages = it->second[p];
+    for (auto page = pages.rbegin(); page != pages.rend(); ++page) table_->pins().Unpin(p, *page);
   }
   held_.erase(it);
   return true;
 }
 
-std::vector<SlotRuns> Receives::SlotsOf(const ReceivePlan& plan) const {
+SlotMap Receives::SlotsOf(const ReceivePlan& plan) const {
   const int64_t page_size = table_->page_size();
   const int64_t begin = plan.receive->begin, end = begin + plan.count;
-  std::vector<SlotRuns> runs(table_->num_groups());
+  SlotMap map{std::vector<SlotRuns>(table_->num_groups()),
+              std::vector<StateSlot>(table_->num_state_groups())};
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const int64_t first = std::clamp(plan.first_pages[g] * page_size, begin, end);
-    AppendRun(&runs[g], kNotWanted, first - begin);
+    AppendRun(&map.groups[g], kNotWanted, first - begin);
     for (int64_t position = first; position < end;) {
       const int64_t page_end = std::min(end, (position / page_size + 1) * page_size);
       const int64_t index = position / page_size - plan.first_pages[g];
       const int64_t slot = int64_t{plan.pages[g][index]} * page_size + position % page_size;
-      AppendRun(&runs[g], slot, page_end - position);
+      AppendRun(&map.groups[g], slot, page_end - position);
       position = page_end;
     }
   }
-  return runs;
+  for (size_t s = 0; s < plan.states.size(); ++s) {
+    if (plan.states[s]) map.states[s] = {plan.states[s]->pages[0], plan.states[s]->length};
+  }
+  return map;
 }
 
 }  // namespace pagedkv

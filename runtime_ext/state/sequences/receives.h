@@ -26,9 +26,10 @@ namespace pagedkv {
 struct ReceivePlan {
   Sequence* sequence;
   int64_t count;
-  std::vector<std::vector<int32_t>> pages;  // [group]
-  std::vector<int64_t> first_pages;         // [group]
-  std::vector<PageCopy> copies;             // to make before Commit
+  std::vector<std::vector<int32_t>> pages;            // [group]
+  std::vector<int64_t> first_pages;                   // [group]
+  std::vector<std::optional<SequenceStates>> states;  // [state group], where one is received
+  std::vector<PageCopy> copies;                       // to make before Commit
   std::unique_ptr<Receive> receive;
 };
 
@@ -39,6 +40,9 @@ class Receives {
 
   /*!
    * \brief Takes pages for `count` more positions, without those that windows will not reach.
+   *
+   * Of the states of recurrent layers, the one from which those of the last positions can be
+   * computed is received, where the sequence lacks it.
    * \throws Error (ValueError, CacheFullError).
    */
   ReceivePlan Acquire(Sequence* sequence, int64_t count) const;
@@ -54,12 +58,15 @@ class Receives {
   /*! \brief Unpins the pages of a receive. \return Whether any were held. */
   bool ReleasePages(int64_t receive_id) noexcept;
 
-  /*! \brief Slots of the positions to come, [group]; kNotWanted where the group has none. */
-  std::vector<SlotRuns> SlotsOf(const ReceivePlan& plan) const;
+  /*! \brief Slots of the positions to come; kNotWanted where the group has none. */
+  SlotMap SlotsOf(const ReceivePlan& plan) const;
 
  private:
+  /*! \brief The first page that a group keeps, with the positions up to `end`. */
+  int64_t FirstPage(const Sequence& sequence, int32_t group, int64_t end) const;
+
   SequenceTable* table_;
-  using Pages = std::vector<std::vector<int32_t>>;  // [group]
+  using Pages = std::vector<std::vector<int32_t>>;  // [pool]
   std::unordered_map<int64_t, Pages> held_;         // by the id of the receive
 };
 

@@ -5,6 +5,9 @@
  */
 #include "state/sequences/recurrent_states.h"
 
+#include <optional>
+#include <utility>
+
 #include "base/error.h"
 
 namespace pagedkv {
@@ -94,12 +97,28 @@ void RecurrentStates::Slide(Sequence* sequence) const noexcept {
   }
 }
 
+void RecurrentStates::Release(SequenceStates* states, int32_t s) const noexcept {
+  states->history.Clear(&pool(s));
+  pool(s).ReleaseFrom(0, &states->pages);
+  states->length = states->first_page = 0;
+}
+
 void RecurrentStates::Release(Sequence* sequence) const noexcept {
+  for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) Release(&sequence->states[s], s);
+}
+
+void RecurrentStates::DropReplaced(Receive* receive) const noexcept {
   for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
-    SequenceStates& states = sequence->states[s];
-    states.history.Clear(&pool(s));
-    pool(s).ReleaseFrom(0, &states.pages);
-    states.length = states.first_page = 0;
+    if (receive->states[s]) Release(&*receive->states[s], s);
+  }
+}
+
+void RecurrentStates::RestoreReplaced(Sequence* sequence) const noexcept {
+  for (int32_t s = geometry_->num_state_groups() - 1; s >= 0; --s) {
+    std::optional<SequenceStates>& old = sequence->receive->states[s];
+    if (!old) continue;
+    Release(&sequence->states[s], s);
+    sequence->states[s] = std::move(*old);
   }
 }
 
@@ -122,6 +141,14 @@ void RecurrentStates::CheckIntegrity(const Sequence& sequence, int32_t s,
           states.history.size(), " noted), and ingredients from position ", first_ingredients,
           " on");
   }
+  Count(states, sequence, s, num_owners, num_keepers);
+  const bool has_replaced = sequence.receive != nullptr && sequence.receive->states[s].has_value();
+  if (has_replaced) Count(*sequence.receive->states[s], sequence, s, num_owners, num_keepers);
+}
+
+void RecurrentStates::Count(const SequenceStates& states, const Sequence& sequence, int32_t s,
+                            std::vector<int32_t>* num_owners,
+                            std::vector<int32_t>* num_keepers) const {
   for (int32_t page : states.pages) {
     if (page < 0 || page >= pool(s).num_pages()) {
       Raise(kRuntimeError, "sequence ", sequence.id, " has state page ", page,

@@ -80,6 +80,10 @@ class RecurrentStates {
   void Share(const Sequence& source, Sequence* target, int64_t text_length) const noexcept;
   /*! \brief Lets the states become cached that the sequence need not keep. */
   void Slide(Sequence* sequence) const noexcept;
+  /*! \brief Drops the states from before a receive, when its own have come. */
+  void DropReplaced(Receive* receive) const noexcept;
+  /*! \brief Restores them in place of those that were to be received. */
+  void RestoreReplaced(Sequence* sequence) const noexcept;
   /*! \brief Drops all states. */
   void Release(Sequence* sequence) const noexcept;
 
@@ -90,6 +94,9 @@ class RecurrentStates {
 
  private:
   PagePool& pool(int32_t s) const { return (*pools_)[geometry_->StatePool(s)]; }
+  void Release(SequenceStates* states, int32_t s) const noexcept;
+  void Count(const SequenceStates& states, const Sequence& sequence, int32_t s,
+             std::vector<int32_t>* num_owners, std::vector<int32_t>* num_keepers) const;
   int64_t interval(int32_t s) const { return geometry_->state_group(s).interval; }
 
   const PageGeometry* geometry_;

@@ -6,6 +6,7 @@
 #include "state/sequences/sends.h"
 
 #include <algorithm>
+#include <string>
 
 #include "base/error.h"
 
@@ -19,21 +20,58 @@ void Sends::RequireSendable(const Sequence& sequence, const SendMark& mark) cons
     const int64_t wanted = mark.begin + (first.slot == kNotWanted ? first.length : 0);
     if (wanted < std::min(mark.end, sequence.length) &&
         wanted < geometry.FirstPosition(sequence, g)) {
+      const bool has_states = geometry.StateGroupOf(g) >= 0;
       Raise(kValueError, "position ", wanted, " of sequence ", sequence.id,
-            " is gone: layers with a window of ", geometry.window(g), " keep positions from ",
-            geometry.FirstPosition(sequence, g), " on only");
+            " is gone: ", has_states ? "recurrent layers" : "layers with a window of ",
+            has_states ? std::string() : std::to_string(geometry.window(g)),
+            " keep positions from ", geometry.FirstPosition(sequence, g), " on only");
+    }
+  }
+  RequireStates(sequence, mark);
+}
+
+void Sends::RequireStates(const Sequence& sequence, const SendMark& mark) const {
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    const StateSlot& wanted = mark.states[s];
+    const int64_t position = table_->geometry().StateToReceive(s, mark.begin, mark.end);
+    if (wanted.position != position) {
+      Raise(kValueError, "the position map asks for the state behind ", wanted.position,
+            " positions, but with positions ", mark.begin, " to ", mark.end,
+            " the one to send is behind ", position);
+    }
+    const bool is_late = position > 0 && mark.end <= sequence.length;
+    if (is_late && StatePage(sequence, s, position) < 0) {
+      Raise(kValueError, "the state of recurrent layers behind position ", position,
+            " of sequence ", sequence.id, " is gone; mark a sequence before its last step");
     }
   }
 }
 
+int32_t Sends::StatePage(const Sequence& sequence, int32_t s, int64_t position) const {
+  const int64_t interval = table_->geometry().state_group(s).interval;
+  return table_->states().FindPage(sequence, s, position / interval - 1);
+}
+
+int64_t Sends::ReadyEnd(const Sequence& sequence) const {
+  const SendMark& mark = *sequence.send;
+  int64_t end = std::min(sequence.publishable_length(), mark.end);
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    const int64_t position = mark.states[s].position;
+    if (position <= mark.next || position > end) continue;
+    if (StatePage(sequence, s, position) < 0) end = position - 1;
+  }
+  return end;
+}
+
 SendBlock Sends::Plan(const Sequence& sequence) const {
   const int64_t page_size = table_->page_size();
-  const auto num_groups = static_cast<size_t>(table_->num_groups());
+  const PageGeometry& geometry = table_->geometry();
+  const auto num_pools = static_cast<size_t>(geometry.num_pools());
   const SendMark& mark = *sequence.send;
-  const int64_t end = std::min(sequence.publishable_length(), mark.end);
+  const int64_t end = ReadyEnd(sequence);
   SendBlock block{mark.id, sequence.id, mark.peer, mark.next, end, {}, {}};
-  block.runs.resize(num_groups);
-  block.pages.resize(num_groups);
+  block.runs.resize(num_pools);
+  block.pages.resize(num_pools);
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     int64_t run_begin = mark.begin;
     for (const SlotRun& run : mark.slots[g]) {
@@ -53,12 +91,19 @@ SendBlock Sends::Plan(const Sequence& sequence) const {
       run_begin = run_end;
     }
   }
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    const StateSlot& wanted = mark.states[s];
+    if (wanted.position <= mark.next || wanted.position > end) continue;
+    const int32_t p = geometry.StatePool(s), page = StatePage(sequence, s, wanted.position);
+    block.runs[p].push_back({page, wanted.page, 1});
+    block.pages[p].push_back(page);
+  }
   return block;
 }
 
 void Sends::Commit(const SendBlock& block) const noexcept {
-  for (int32_t g = 0; g < table_->num_groups(); ++g) {
-    for (int32_t page : block.pages[g]) table_->pins().Pin(g, page);
+  for (int32_t p = 0; p < table_->geometry().num_pools(); ++p) {
+    for (int32_t page : block.pages[p]) table_->pins().Pin(p, page);
   }
   Sequence* sequence = table_->Find(block.sequence_id);
   sequence->send->next = block.end;
@@ -66,9 +111,9 @@ void Sends::Commit(const SendBlock& block) const noexcept {
 }
 
 void Sends::Release(const SendBlock& block) const noexcept {
-  for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
-    for (auto it = block.pages[g].rbegin(); it != block.pages[g].rend(); ++it) {
-      table_->pins().Unpin(g, *it);
+  for (int32_t p = table_->geometry().num_pools() - 1; p >= 0; --p) {
+    for (auto it = block.pages[p].rbegin(); it != block.pages[p].rend(); ++it) {
+      table_->pins().Unpin(p, *it);
     }
   }
 }

@@ -31,8 +31,8 @@ struct SendBlock {
   int64_t peer;
   int64_t begin;
   int64_t end;
-  std::vector<std::vector<CopyRun>> runs;   // [group]
-  std::vector<std::vector<int32_t>> pages;  // [group], pinned
+  std::vector<std::vector<CopyRun>> runs;   // [pool]; of states: pages
+  std::vector<std::vector<int32_t>> pages;  // [pool], pinned
 };
 
 class Sends {
@@ -43,6 +43,9 @@ class Sends {
   /*! \throws Error (ValueError) when positions that the mark needs are gone, or were never written.
    */
   void RequireSendable(const Sequence& sequence, const SendMark& mark) const;
+  /*! \brief The end of the positions that are ready. Those behind a state that is wanted wait until
+   * a step has computed it. */
+  int64_t ReadyEnd(const Sequence& sequence) const;
   /*! \brief A block of the new positions of a mark; changes nothing. May throw std::bad_alloc. */
   SendBlock Plan(const Sequence& sequence) const;
   /*! \brief Pins the pages of a block. The last block of a mark removes it. */
@@ -54,6 +57,11 @@ class Sends {
   void ForgetPeer(int64_t peer) const noexcept;
 
  private:
+  /*! \brief That the mark wants the states that come with its positions, which are not gone. */
+  void RequireStates(const Sequence& sequence, const SendMark& mark) const;
+  /*! \brief The page of the state behind a position; -1 where it is gone, or not computed yet. */
+  int32_t StatePage(const Sequence& sequence, int32_t s, int64_t position) const;
+
   SequenceTable* table_;
 };
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "state/pages/page_history.h"
@@ -28,40 +29,6 @@ struct SequenceImport {
   std::vector<int64_t> num_arrived;         // [page group] pages that have their content
 };
 
-/*! \brief The state that a sequence returns to when a receive is cancelled; see receives.h. */
-struct Receive {
-  struct Group {
-    int64_t first_page;
-    std::vector<int32_t> gone;  // leading pages that the window moves past with the new positions
-    size_t num_retained;        // pages behind them that the sequence keeps
-    int32_t replaced = -1;      // a shared last page that was replaced by a copy
-  };
-  int64_t id;
-  int64_t begin;  // the length before the receive
-  std::vector<Group> groups;
-  bool is_in_step = false;  // a step uses the sequence; the receive ends with the step
-};
-
-/*!
- * \brief Positions [begin, end) of a sequence go to a peer; those before `next` are in blocks. See
- * sends.h.
- */
-struct SendMark {
-  int64_t id;
-  int64_t peer;
-  int64_t begin;
-  int64_t end;
-  int64_t next;
-  std::vector<SlotRuns> slots;  // [group] slots of the peer for [begin, end)
-};
-
-/*! \brief The tokens of the first positions of a sequence; see prefix_index.h. */
-struct TokenRecord {
-  PrefixTree::Cursor cursor;  // behind the full pages that are in the prefix tree
-  std::vector<int32_t> tail;  // the tokens behind them
-  int64_t num_kept = 0;       // leading pages that the host tier had when it was last asked
-};
-
 /*!
  * \brief The states of a state group: one behind every `interval` positions, and the last one.
  *
@@ -75,6 +42,42 @@ struct SequenceStates {
   PageHistory history;         // of pages given up
 
   int64_t end_page() const { return first_page + static_cast<int64_t>(pages.size()); }
+};
+
+/*! \brief The state that a sequence returns to when a receive is cancelled; see receives.h. */
+struct Receive {
+  struct Group {
+    int64_t first_page;
+    std::vector<int32_t> gone;  // leading pages that the window moves past with the new positions
+    size_t num_retained;        // pages behind them that the sequence keeps
+    int32_t replaced = -1;      // a shared last page that was replaced by a copy
+  };
+  int64_t id;
+  int64_t begin;  // the length before the receive
+  std::vector<Group> groups;
+  std::vector<std::optional<SequenceStates>> states;  // [state group], where one is received
+  bool is_in_step = false;  // a step uses the sequence; the receive ends with the step
+};
+
+/*!
+ * \brief Positions [begin, end) of a sequence go to a peer; those before `next` are in blocks. See
+ * sends.h.
+ */
+struct SendMark {
+  int64_t id;
+  int64_t peer;
+  int64_t begin;
+  int64_t end;
+  int64_t next;
+  std::vector<SlotRuns> slots;    // [group] slots of the peer for [begin, end)
+  std::vector<StateSlot> states;  // [state group] and its pages
+};
+
+/*! \brief The tokens of the first positions of a sequence; see prefix_index.h. */
+struct TokenRecord {
+  PrefixTree::Cursor cursor;  // behind the full pages that are in the prefix tree
+  std::vector<int32_t> tail;  // the tokens behind them
+  int64_t num_kept = 0;       // leading pages that the host tier had when it was last asked
 };
 
 struct Sequence {

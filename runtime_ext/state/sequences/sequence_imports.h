@@ -23,7 +23,7 @@ struct ImportedSequence {
   int64_t length;
   std::vector<int64_t> first_pages;                // [pool]
   std::vector<std::vector<int64_t>> page_numbers;  // [pool] indices into SequenceImport::pages
-  std::vector<int64_t> state_lengths;              // [state group], SequenceStates::length
+  std::vector<int64_t> state_lengths = {};         // [state group], SequenceStates::length
 };
 
 class SequenceImports {

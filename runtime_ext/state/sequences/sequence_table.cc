@@ -336,6 +336,7 @@ void SequenceTable::FinishReceive(Sequence* sequence) noexcept {
     if (group.replaced >= 0) pools_[g].Release(group.replaced);
     if (geometry_.HasWindow(g)) histories_.LeaveReceiveBehind(sequence, g);
   }
+  states_.DropReplaced(sequence->receive.get());
   sequence->receive.reset();
 }
 
@@ -351,6 +352,7 @@ void SequenceTable::CancelReceive(Sequence* sequence) noexcept {
     pages.insert(pages.begin(), group.gone.begin(), group.gone.end());
     sequence->first_pages[g] = group.first_page;
   }
+  states_.RestoreReplaced(sequence);
   sequence->receive.reset();
 }
 

@@ -60,6 +60,7 @@ class SequenceTable {
     Settle();
     return sequences_;
   }
+  const RecurrentStates& states() const { return states_; }
   PagePins& pins() { return pins_; }
   const PagePins& pins() const { return pins_; }
   PrefixIndex& prefixes() { return prefixes_; }

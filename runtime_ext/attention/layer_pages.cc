@@ -58,9 +58,8 @@ void LayerPages::AttendToSegments(const AttentionCall& call) const {
       kernel(call.q, layer_.pages, segment(SegmentArray::kPageIndptr),
              segment(SegmentArray::kPageIds), segment(SegmentArray::kFirstPositions),
              segment(SegmentArray::kRowIndptr), segment(SegmentArray::kRows),
-             arrays.query_positions(), call.o, call.lse, first, last,
-             step_->storage().config().rotary_mode(), config.rope_scale, config.rope_theta,
-             call.sm_scale);
+             arrays.query_positions(), call.o, call.lse, first, last, config.rotary_mode(),
+             config.rope_scale, config.rope_theta, call.sm_scale);
     }
   }
 }

@@ -31,9 +31,9 @@ void PagedBackend::RotateAndAppend(const ffi::Tensor& qkv) {
   const StepArrays& arrays = step_->arrays();
   const ffi::Function& kernel = layer_.kernels->Get(KernelName::kRopeAppend);
   const ffi::Tensor& q = step_->workspaces().group(layer_.group).q.get();
-  const int64_t apply_rope = config().rope_mode == RopeMode::kNormal;
+  const int64_t apply_rope = layer_.config.has_normal_rope();
   const ffi::Tensor& factors = config().rope_ext_factors;
-  if (factors.defined()) {
+  if (apply_rope && factors.defined()) {
     kernel(qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), q,
            layer_.pages, apply_rope, factors);
   } else {
@@ -48,10 +48,10 @@ void PagedBackend::SplitAndAppend(const ffi::Tensor& qkv) {
   const ffi::Tensor &q = workspace.q.get(), &k = workspace.k.get(), &v = workspace.v.get();
   const ffi::Function& split = layer_.kernels->Get(KernelName::kSplitRotary);
   const ffi::Tensor& factors = config().rope_ext_factors;
-  if (factors.defined()) {
+  const int64_t apply_rope = layer_.config.has_normal_rope();
+  if (apply_rope && factors.defined()) {
     split(qkv, arrays.rope_positions(), q, k, v, factors);
   } else {
-    const int64_t apply_rope = config().rope_mode == RopeMode::kNormal;
     split(qkv, arrays.rope_positions(), q, k, v, apply_rope);
   }
   layer_.kernels->Get(KernelName::kTransposeAppend)(layer_.pages, k, v, arrays.slots(layer_.group));
@@ -62,10 +62,9 @@ void PagedBackend::Attend(const AttentionCall& call, const ffi::Tensor&, const f
 }
 
 bool PagedBackend::CanAppendWithPrefill() const {
-  const bool is_rotated_inside = config().rotary_mode() != 0;
   if (!layer_.kernels->Has(KernelName::kAppendPrefill) ||
       !layer_.kernels->IsOwn(layer_.config.prefill()) || layer_.config.window > 0 ||
-      is_rotated_inside || plan().is_decode() || HasTreeMask(PageRange::kWithStep) ||
+      layer_.config.has_inline_rope() || plan().is_decode() || HasTreeMask(PageRange::kWithStep) ||
       !plan().shared_prefix(layer_.group).segments().empty()) {
     return false;
   }
@@ -82,7 +81,7 @@ void PagedBackend::AppendAndAttend(const ffi::Tensor& qkv, const AttentionCall& 
   if (!CanAppendWithPrefill()) return AttentionBackend::AppendAndAttend(qkv, call, k, v);
   const StepArrays& arrays = step_->arrays();
   const PageTable table = pages_.WithStep();
-  const int64_t apply_rope = config().rope_mode == RopeMode::kNormal;
+  const int64_t apply_rope = layer_.config.has_normal_rope();
   layer_.kernels->Get(KernelName::kAppendPrefill)(
       qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), layer_.pages,
       table.indptr, table.page_ids, table.lengths, arrays.first_positions(layer_.group),
@@ -119,7 +118,7 @@ void PagedBackend::CallDecode(KernelName name, const AttentionCall& call, const 
   auto launch = [&](auto... window) {
     layer_.kernels->Get(name)(call.q, layer_.pages, table.indptr, table.page_ids, lengths,
                               arrays.first_positions(layer_.group), arrays.query_positions(),
-                              call.o, call.lse, this->config().rotary_mode(), config.rope_scale,
+                              call.o, call.lse, config.rotary_mode(), config.rope_scale,
                               config.rope_theta, call.sm_scale, window...);
   };
   if (config.window == 0) return launch();
@@ -133,11 +132,10 @@ void PagedBackend::CallPrefill(KernelName name, const AttentionCall& call, const
   const StepArrays& arrays = step_->arrays();
   const int64_t is_causal = table.range == PageRange::kWithStep;
   auto launch = [&](auto... window) {
-    layer_.kernels->Get(name)(call.q, arrays.query_indptr(), layer_.pages, table.indptr,
-                              table.page_ids, lengths, arrays.first_positions(layer_.group),
-                              arrays.query_positions(), call.o, call.lse, is_causal,
-                              this->config().rotary_mode(), config.rope_scale, config.rope_theta,
-                              call.sm_scale, window...);
+    layer_.kernels->Get(name)(
+        call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids, lengths,
+        arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse, is_causal,
+        config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale, window...);
   };
   config.window == 0 ? launch() : launch(config.window);
 }
@@ -149,7 +147,7 @@ void PagedBackend::AttendWithTreeMask(const AttentionCall& call, const PageTable
     layer_.kernels->Get(config.tree())(
         call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids, table.lengths,
         arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse,
-        this->config().rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale,
+        config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale,
         arrays.tree_order_indptr(), table.tree_order, window...);
   };
   config.window == 0 ? launch() : launch(config.window);

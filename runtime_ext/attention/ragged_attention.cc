@@ -34,8 +34,7 @@ void RaggedAttention::Attend(const AttentionCall& call, const ffi::Tensor& k,
   const LayerConfig& config = layer_.config;
   const StepArrays& arrays = step_.arrays();
   const ffi::Function& kernel = layer_.kernels->Get(name);
-  // Models rotate latent rows themselves.
-  const int64_t mode = config.is_mla() ? 0 : step_.storage().config().rotary_mode();
+  const int64_t mode = config.rotary_mode();
   // Kernels of layers with a window take it as their last argument.
   auto launch = [&](auto... window) {
     if (step_.plan().needs_tree_mask()) {

@@ -37,7 +37,7 @@ void StockWindowBackend::AttendWithinChunks(const AttentionCall& call, const Chu
   const LayerConfig& layer = layer_.config;
   layer_.kernels->Get(KernelName::kPrefillRagged)(
       call.q, chunks.row_indptr(), k, v, chunks.row_indptr(), step_->arrays().query_positions(),
-      chunks.past_lengths(), call.o, call.lse, /*causal=*/int64_t{1}, config().rotary_mode(),
+      chunks.past_lengths(), call.o, call.lse, /*causal=*/int64_t{1}, layer.rotary_mode(),
       layer.rope_scale, layer.rope_theta, call.sm_scale);
 }
 
@@ -48,13 +48,13 @@ void StockWindowBackend::AttendToChunkPages(const AttentionCall& call,
   if (plan().is_decode()) {
     layer_.kernels->Get(KernelName::kDecodeSliding)(
         call.q, layer_.pages, chunks.page_indptr(), chunks.page_ids(), chunks.length_info,
-        chunks.first_seen(), positions, call.o, call.lse, config().rotary_mode(), layer.rope_scale,
+        chunks.first_seen(), positions, call.o, call.lse, layer.rotary_mode(), layer.rope_scale,
         layer.rope_theta, call.sm_scale);
   } else {
     layer_.kernels->Get(KernelName::kPrefillSliding)(
         call.q, chunks.row_indptr(), layer_.pages, chunks.page_indptr(), chunks.page_ids(),
         chunks.length_info, chunks.first_seen(), positions, call.o, call.lse,
-        /*causal=*/int64_t{1}, config().rotary_mode(), layer.rope_scale, layer.rope_theta,
+        /*causal=*/int64_t{1}, layer.rotary_mode(), layer.rope_scale, layer.rope_theta,
         call.sm_scale);
   }
 }

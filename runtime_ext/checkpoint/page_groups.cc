@@ -27,7 +27,7 @@ const char* ToString(RopeMode mode) {
 /*! \brief What decides the rotation besides theta and scale, in words. */
 std::string RopeDetails(const CacheConfig& config, const LayerConfig& layer) {
   const ffi::Tensor& factors = config.rope_ext_factors;
-  if (!factors.defined()) return layer.rope_details;
+  if (!factors.defined() || !layer.has_normal_rope()) return layer.rope_details;
   const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*factors.GetDLTensorPtr()));
   const ffi::Tensor host = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, UncountedBytes());
   void* stream = CurrentStream(config.device);
@@ -62,8 +62,8 @@ CheckpointLayout LayoutOf(const LayerStorage& storage) {
     const LayerConfig& shape = layer.config;
     layout.layers.push_back({pagedkv::ToString(shape), shape.window, shape.num_kv_heads,
                              shape.qk_head_dim, shape.v_head_dim,
-                             RopeText(ToString(config.rope_mode), shape.rope_theta,
-                                      shape.rope_scale, RopeDetails(config, shape)),
+                             RopeText(ToString(shape.rope_mode), shape.rope_theta, shape.rope_scale,
+                                      RopeDetails(config, shape)),
                              shape.codec ? shape.codec->Format() : shape.kv_dtype(),
                              ItemSize(shape.page_dtype),
                              shape.codec ? shape.codec->page_bytes : 0});

@@ -103,7 +103,7 @@ void CheckRope(const LayerConfig& layer) {
 
 void CheckExtensionFactors(const CacheConfig& config) {
   const ffi::Tensor& factors = config.rope_ext_factors;
-  if (config.rope_mode != RopeMode::kNormal) {
+  if (!config.has_normal_rope || config.has_inline_rope) {
     Raise(kValueError, "rope_ext_factors need rope_mode 1 (normal)");
   }
   const DLDataType dtype = factors.dtype();
@@ -195,10 +195,12 @@ int64_t CacheConfig::MaxStepPages() const {
   return (prefill_chunk_size - batch_size) / page_size + batch_size;
 }
 
-void CacheConfig::ForgetUnusedRope() {
-  // Models without a rotation pass any value, such as -1 for theta.
-  if (rope_mode != RopeMode::kNone) return;
+void CacheConfig::SettleRope() {
   for (LayerConfig& layer : layers) {
+    has_normal_rope = has_normal_rope || layer.has_normal_rope();
+    has_inline_rope = has_inline_rope || layer.has_inline_rope();
+    if (layer.rope_mode != RopeMode::kNone) continue;
+    // Models without a rotation pass any value, such as -1 for theta.
     layer.rope_theta = LayerConfig().rope_theta;
     layer.rope_scale = LayerConfig().rope_scale;
   }
@@ -249,6 +251,11 @@ void CacheConfig::Validate() const {
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
   if (has_recurrent_layers() && has_sequence_windows) {
     Raise(kValueError, "windows of sequences are not possible with recurrent layers");
+  }
+  if (has_sequence_windows && has_normal_rope && has_inline_rope) {
+    Raise(kValueError,
+          "windows of sequences need one way to count positions: rope_mode 1 (normal) counts those "
+          "of the text, rope_mode 2 (inline) those within the window, and the layers have both");
   }
   for (const LayerConfig& layer : layers) {
     CheckLayer(layer);

@@ -60,6 +60,7 @@ struct LayerConfig {
   int64_t num_kv_heads = 0;
   int64_t qk_head_dim = 0;
   int64_t v_head_dim = 0;
+  RopeMode rope_mode = RopeMode::kNone;
   double rope_theta = 10000.0;
   double rope_scale = 1.0;
   std::string rope_details;  // other RoPE parameters as text, for comparison only
@@ -79,6 +80,11 @@ struct LayerConfig {
   bool is_mla() const { return kind == LayerKind::kMLA; }
   bool is_mha() const { return kind == LayerKind::kMHA; }
   bool is_attention() const { return is_mha() || is_mla(); }
+  /*! \brief Whether Q and K are rotated before K is written. Models rotate latent rows. */
+  bool has_normal_rope() const { return is_mha() && rope_mode == RopeMode::kNormal; }
+  /*! \brief Whether kernels rotate Q and K as they read them. */
+  bool has_inline_rope() const { return is_mha() && rope_mode == RopeMode::kInline; }
+  int64_t rotary_mode() const { return has_inline_rope(); }
   /*! \brief Rows of a slot: K and V of each head, or one row. */
   int64_t rows_per_slot() const { return is_mha() ? 2 * num_kv_heads : 1; }
 
@@ -124,7 +130,7 @@ struct CacheConfig {
   int64_t page_size;
   DLDataType dtype;
   std::string kv_dtype;  // of layers that have none of their own
-  RopeMode rope_mode;
+  RopeMode rope_mode;    // of layers that have none of their own
   bool has_merged_aux;
   bool share_prefix = true;   // read shared pages of a batch once
   bool has_sequence_windows;  // whether a sequence may have a window
@@ -133,7 +139,9 @@ struct CacheConfig {
   bool ignores_sequence_windows = false;
   /*! \brief Keep pages in memory that other processes of the host can map. */
   bool enable_kv_transfer = false;
-  ffi::Tensor rope_ext_factors;  // undefined when there are none
+  ffi::Tensor rope_ext_factors;  // of all layers with RoPE mode "normal"; undefined without any
+  bool has_normal_rope = false;  // in a layer of the whole model
+  bool has_inline_rope = false;  // in a layer of the whole model
   DLDevice device;
   PipelineStage stage;
   std::vector<LayerConfig> layers;      // what the layers of the stage keep in pages
@@ -147,16 +155,13 @@ struct CacheConfig {
 
   /*! \brief Whether layers keep what is not attended to: states, rows of short convolutions. */
   bool has_recurrent_layers() const;
-  /*! \brief The `rotary_mode` of kernels: 1 where they rotate Q and K as they read them. */
-  int64_t rotary_mode() const { return rope_mode == RopeMode::kInline; }
-
   /*!
    * \brief Whether the window of a sequence includes the row itself. Unless the caller says so, it
-   * does with RoPE mode "normal" only: there the window is that of the model's mask. Callers of the
-   * stock functions rely on the other modes: a row sees `window` positions and itself.
+   * does if a layer has RoPE mode "normal": there the window is that of the model's mask. Callers
+   * of the stock functions rely on the other modes: a row sees `window` positions and itself.
    */
   bool window_includes_self() const {
-    return sliding_window_includes_self.value_or(rope_mode == RopeMode::kNormal);
+    return sliding_window_includes_self.value_or(has_normal_rope);
   }
 
   /*! \brief Pages of a pool of layers without a window. */
@@ -180,8 +185,9 @@ struct CacheConfig {
  private:
   /*! \brief Finds the pipeline stage, and drops layers of other stages and linear layers. */
   void KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index);
-  /*! \brief Resets theta and scale when nothing is rotated: callers pass any value then. */
-  void ForgetUnusedRope();
+  /*! \brief Notes which modes of RoPE there are, and resets theta and scale of layers that rotate
+   * nothing: callers pass any value then. */
+  void SettleRope();
   void CheckSizes() const;
   void Validate() const;
 };

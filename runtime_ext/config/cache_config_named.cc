@@ -144,8 +144,12 @@ LayerConfig ParseRecurrent(const NamedValues& map, const std::string& owner,
   return layer;
 }
 
+RopeMode RopeModeOf(int64_t value) {
+  return static_cast<RopeMode>(CheckRange("rope_mode", value, 0, 2));
+}
+
 LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const std::string& dtype,
-                       const std::string& kv_dtype) {
+                       const CacheConfig& config) {
   const auto kind_of_map = map.find("kind");
   const auto name =
       kind_of_map == map.end() ? std::nullopt : (*kind_of_map).second.try_cast<ffi::String>();
@@ -153,8 +157,8 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   if (name && *name == "conv") return ParseConv(map, owner, dtype);
   Fields fields(map, owner,
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
-                 "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_theta", "rope_scale",
-                 "rope_details", "kernel_set", "kv_dtype", "codec"});
+                 "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_mode", "rope_theta",
+                 "rope_scale", "rope_details", "kernel_set", "kv_dtype", "codec"});
   auto kind = fields.Get<std::string>("kind");
   if (kind != "mha" && kind != "mha_sliding" && kind != "mla" && kind != "linear") {
     Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla, linear, recurrent, ",
@@ -180,11 +184,13 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   layer.original_v_head_dim = fields.Find<int64_t>("mla_original_v_head_dim").value_or(0);
   layer.qk_head_dim = fields.Get<int64_t>("qk_head_dim");
   layer.v_head_dim = fields.Find<int64_t>("v_head_dim").value_or(layer.qk_head_dim);
+  const auto rope_mode = fields.Find<int64_t>("rope_mode");
+  layer.rope_mode = rope_mode ? RopeModeOf(*rope_mode) : config.rope_mode;
   layer.rope_theta = fields.Find<double>("rope_theta").value_or(layer.rope_theta);
   layer.rope_scale = fields.Find<double>("rope_scale").value_or(layer.rope_scale);
   layer.rope_details = fields.Find<std::string>("rope_details").value_or("");
   layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
-  ParsePageType(fields, owner, kv_dtype, &layer);
+  ParsePageType(fields, owner, config.kv_dtype, &layer);
   return layer;
 }
 
@@ -207,8 +213,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
   auto dtype = fields.Get<std::string>("dtype");
   result.dtype = ParseDtype("dtype", dtype);
   result.kv_dtype = fields.Find<std::string>("kv_dtype").value_or(dtype);
-  result.rope_mode =
-      static_cast<RopeMode>(CheckRange("rope_mode", fields.Get<int64_t>("rope_mode"), 0, 2));
+  result.rope_mode = RopeModeOf(fields.Get<int64_t>("rope_mode"));
   result.has_merged_aux =
       ParseAuxManager(fields.Find<std::string>("aux_manager").value_or("auto"), device);
   result.share_prefix = fields.Find<bool>("share_prefix").value_or(true);
@@ -223,7 +228,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
     std::string owner = "config['layers'][" + std::to_string(i) + "]";
     auto layer = layers[i].try_cast<NamedValues>();
     if (!layer) Raise(kTypeError, owner, " must be a map, got ", layers[i].GetTypeKey());
-    result.layers.push_back(ParseLayer(*layer, owner, dtype, result.kv_dtype));
+    result.layers.push_back(ParseLayer(*layer, owner, dtype, result));
   }
   if (auto map = kernels.try_cast<NamedValues>()) {
     result.kernel_sets.push_back(KernelSet::FromMap(*map));
@@ -233,8 +238,8 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
     Raise(kTypeError, "kernels must be a map or an array of maps, got ", kernels.GetTypeKey());
   }
   auto layer_indptr = fields.Find<ffi::Shape>("layer_indptr").value_or(ffi::Shape());
+  result.SettleRope();
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, fields.Find<int64_t>("stage"));
-  result.ForgetUnusedRope();
   result.Validate();
   return result;
 }

@@ -215,6 +215,28 @@ LayerConfig PositionalLayer(ffi::PackedArgs args, LayerKind kind, bool is_mixed)
   return layer;
 }
 
+/*! \brief Index 8: one RoPE mode, or one per layer, which only models of our front end pass. */
+std::vector<RopeMode> RopeModes(const ffi::AnyView& value, size_t num_layers) {
+  auto mode_of = [](int64_t mode) {
+    return static_cast<RopeMode>(CheckRange("rope_mode", mode, 0, 2));
+  };
+  if (auto mode = value.try_cast<int64_t>()) {
+    return std::vector<RopeMode>(num_layers, mode_of(*mode));
+  }
+  auto modes = value.try_cast<ffi::Shape>();
+  if (!modes) {
+    Raise(kTypeError, "argument 8 (rope_mode) must be an integer, or a shape with one per layer, ",
+          "got ", value.GetTypeKey());
+  }
+  if (modes->size() != num_layers) {
+    Raise(kValueError, "argument 8 (rope_mode) must have one mode for each of ", num_layers,
+          " layers, got ", modes->size());
+  }
+  std::vector<RopeMode> result;
+  for (int64_t mode : *modes) result.push_back(mode_of(mode));
+  return result;
+}
+
 int64_t PositionalWindow(const ffi::Shape& sizes) {
   if (sizes.size() < 6) {
     Raise(kValueError, "argument 0 (cache sizes) needs a 6th number, the window of the layers ",
@@ -270,8 +292,8 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   CheckDevice(result.device);
   result.dtype = ParseDtype("dtype", ffi::DLDataTypeToString(prototype.dtype()));
   result.has_merged_aux = CanOffsetPointers(result.device);
-  result.rope_mode =
-      static_cast<RopeMode>(CheckRange("rope_mode", Argument<int64_t>(args, 8, "rope_mode"), 0, 2));
+  const std::vector<RopeMode> rope_modes = RopeModes(args[8], kinds.size());
+  result.rope_mode = rope_modes[0];
   // Front ends pass a number when there are no factors.
   if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
 
@@ -293,16 +315,18 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   if (has_mla) mla = with_kernels(LayerKind::kMLA);
   linear.kind = LayerKind::kLinear;
   linear.page_dtype = result.dtype;
-  for (int64_t kind : kinds) {
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    const int64_t kind = kinds[i];
     if (kind < 0 || kind > 3) {
       Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
     }
     result.layers.push_back(kind == 1 ? mla : kind == 2 ? linear : mha);
+    result.layers.back().rope_mode = rope_modes[i];
     if (kind == 3) result.layers.back().window = PositionalWindow(sizes);
   }
   result.kv_dtype = (has_mha ? mha : has_mla ? mla : linear).kv_dtype();
+  result.SettleRope();
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, std::nullopt);
-  result.ForgetUnusedRope();
   result.Validate();
   return result;
 }

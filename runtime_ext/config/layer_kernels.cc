@@ -96,14 +96,14 @@ void RequireSequenceWindowKernels(const LayerConfig& layer, const KernelSet& ker
   }
 }
 
-void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels, RopeMode rope_mode) {
+void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels) {
   if (!layer.is_attention()) return;
   const KernelName name = layer.tree();
   if (!kernels.Has(name)) {
     Raise(kValueError, "layer ", layer.id, " has no kernel '", ToString(name),
           "', which a step with token trees that branch needs");
   }
-  if (kernels.IsStock(name) && rope_mode == RopeMode::kInline) {
+  if (kernels.IsStock(name) && layer.has_inline_rope()) {
     Raise(kValueError, "layer ", layer.id, " has the stock cache's kernel '", ToString(name),
           "', which does not rotate tree nodes by their depth, as rope_mode 2 (inline) needs");
   }

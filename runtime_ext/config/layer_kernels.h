@@ -33,7 +33,7 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels);
 void RequireSequenceWindowKernels(const LayerConfig& layer, const KernelSet& kernels);
 
 /*! \throws Error (ValueError) where a step with branching token trees is impossible. */
-void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels, RopeMode rope_mode);
+void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels);
 
 }  // namespace pagedkv
 

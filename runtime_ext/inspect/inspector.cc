@@ -159,6 +159,7 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"v_head_dim", config.v_head_dim},
           {"mla_original_qk_head_dim", config.original_qk_head_dim},
           {"mla_original_v_head_dim", config.original_v_head_dim},
+          {"rope_mode", static_cast<int64_t>(config.rope_mode)},
           {"rope_theta", config.rope_theta},
           {"rope_scale", config.rope_scale},
           {"kernel_set", config.kernel_set},

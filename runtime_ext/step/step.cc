@@ -82,7 +82,7 @@ void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths,
 
 void Step::RequireTreeKernels() const {
   for (const StoredLayer& layer : storage_.layers()) {
-    RequireTreeKernel(layer.config, *layer.kernels, storage_.config().rope_mode);
+    RequireTreeKernel(layer.config, *layer.kernels);
   }
 }
 

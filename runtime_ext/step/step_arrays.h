@@ -136,7 +136,7 @@ class StepArrays {
   PlanArrays plan_arrays_;
   int32_t num_groups_;
   std::vector<int64_t> num_taps_;  // [group]
-  bool is_inline_;                 // rope_mode
+  bool is_inline_;                 // whether a layer has RoPE mode "inline"
   bool is_host_;
   std::vector<int64_t> sizes_;  // rows of each array
   std::vector<int64_t> room_;   // rows that each may have in this layout

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import pytest
@@ -72,15 +74,32 @@ class Model:
         self.step([2], [200])
 
 
+SHARE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+SHORT, LONG = (
+    pkv.LayerSpec("mha_sliding", 20, rope=pkv.RopeConfig(theta=1e4)),
+    pkv.LayerSpec(rope=pkv.RopeConfig(theta=1e6, scaling={"rope_type": "linear", "factor": 8})),
+)
+NONE = pkv.RopeConfig("none")
 LAYERS = {
     "own rotations": [
-        pkv.LayerSpec("mha_sliding", 20, rope=pkv.RopeConfig(theta=1e4)),
-        pkv.LayerSpec(rope=pkv.RopeConfig(theta=1e6, scaling={"rope_type": "linear", "factor": 8})),
+        SHORT,
+        LONG,
         pkv.LayerSpec("mha_sliding", 5, rope=pkv.RopeConfig(theta=500.0, scaling=YARN)),
     ],
     "inline": [
         pkv.LayerSpec("mha_sliding", 20, rope=pkv.RopeConfig("inline")),
         pkv.LayerSpec(rope=pkv.RopeConfig("inline", theta=1e6)),
+    ],
+    "none, normal, inline": [
+        LONG,
+        replace(LONG, rope=NONE),
+        SHORT,
+        pkv.LayerSpec("mha_sliding", 7, rope=NONE),
+        replace(SHORT, rope=replace(SHORT.rope, mode="inline")),
+    ],
+    "proportional": [
+        pkv.LayerSpec(rope=pkv.RopeConfig(theta=100.0, scaling=SHARE)),
+        pkv.LayerSpec(rope=pkv.RopeConfig("inline", theta=100.0, scaling=SHARE)),
     ],
     "all": [pkv.LayerSpec("mha_sliding", window) for window in (1, 64)],
 }

@@ -320,6 +320,7 @@ def test_config_map(cache_dir):
             "num_kv_heads": 2,
             "qk_head_dim": 32,
             "v_head_dim": 32,
+            "rope_mode": 2,
             "rope_theta": 5e5,
             "rope_scale": 0.5,
             "rope_details": '{"original_max_position_embeddings": 4096, "rope_type": "longrope"}',
@@ -332,10 +333,14 @@ def test_config_map(cache_dir):
 
 
 def test_what_layers_must_share(cache_dir):
-    layers = [LayerSpec(), LayerSpec(rope=RopeConfig(mode="none"))]
-    config = make_config(layers=layers)
-    with pytest.raises(ValueError, match="one rope mode"):
+    others = LayerSpec(rope=RopeConfig(scaling=LONGROPE)), LayerSpec(rope=RopeConfig(mode="none"))
+    config = make_config(layers=[LayerSpec(), others[0]])
+    with pytest.raises(ValueError, match="must have the same longrope factors"):
         config_map(config.resolved(), build_kernels(config), tvm.cpu())
+    config = make_config(layers=others)
+    described = config_map(config.resolved(), build_kernels(config), tvm.cpu())
+    assert described["rope_ext_factors"].shape == (32,)
+    assert [layer["rope_mode"] for layer in described["layers"]] == [1, 0]
 
 
 def test_create(tmp_path, monkeypatch):

@@ -121,6 +121,7 @@ def test_rope_append_for_lesser_cpus(cpu, dtype):
         ("yarn", 96, 1e4, 1.0),
         ("yarn-deepseek", 64, 1e4, 1.0),
         ("yarn-gpt-oss", 96, 1.5e5, 1.0),
+        ("proportional", 96, 1e6, 1.0),
     ],
 )
 def test_rope_append_with_each_rotation(name, rotary_dim, theta, scale):

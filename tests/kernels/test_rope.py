@@ -62,6 +62,8 @@ SCALINGS = {
         "max_position_embeddings": 4 * ORIGINAL,
         "inv_theta_log_scale": 0.0543,
     },
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+    "proportional-all": {"rope_type": "proportional"},
     "longrope": {
         "rope_type": "longrope",
         "short_factor": "1..2",

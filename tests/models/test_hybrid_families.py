@@ -136,21 +136,6 @@ def test_logits(pair, check, seed):
     check(pair, seed)
 
 
-def test_pops(pair):
-    """Within a page, a whole page, and all that a step has appended."""
-    tokens, other = random_tokens(1, 30, 9)
-    cache = pair.cache()
-    cache.add_sequence(0)
-    pair.ours.prefill(cache, [0], [tokens])
-    for popped, appended in ((3, 2), (11, 1), (1, 5)):
-        length = cache.sequence_length(0) - popped
-        cache.pop_n(0, popped)
-        tokens = [*tokens[:length], *other[:appended]]
-        logits = pair.ours.logits(cache, [0], [other[:appended]])[0]
-        assert_close(logits, pair.expected(tokens)[length:])
-    cache.check_integrity()
-
-
 def test_token_trees(pair):
     """The rows of a branch continue the states of its parents; a commit keeps one branch."""
     tokens, drafts, more = random_tokens(2, 13, 6, 4)

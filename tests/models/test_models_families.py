@@ -35,6 +35,7 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 4.0, 9.0, 15.0, 24.0],
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 FAMILIES = {
     "qwen2": WIDE
     | {
@@ -69,6 +70,17 @@ FAMILIES = {
         "tie_word_embeddings": True,
     },
     "olmo2": WIDE,
+    "olmo3": WIDE
+    | BOTH_KINDS
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": DEFAULT,
+        },
+    },
+    "smollm3": WIDE | {"rope_parameters": DEFAULT, "no_rope_layers": [1, 0]},
+    "cohere2": WIDE | BOTH_KINDS | {"rope_parameters": DEFAULT, "logit_scale": 0.25},
+    "exaone4": NARROW | BOTH_KINDS | {"rope_parameters": DEFAULT},
 }
 # What makes a family what it is: with another value the logits must be others, or the tests of
 # the family would not notice it.
@@ -85,6 +97,15 @@ OTHER_VALUES = [
     }}),
     ("phi3", {"rope_parameters": LONGROPE | {"long_factor": LONGROPE["short_factor"]}}),
     ("phi3", {"rope_parameters": LONGROPE | {"attention_factor": 1.0}}),
+    ("olmo3", {"sliding_window": 256}),
+    ("olmo3", {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}}),
+    ("smollm3", {"no_rope_layers": [1, 1]}),
+    ("smollm3", {"no_rope_layers": [0, 0]}),
+    ("cohere2", {"sliding_window": 256}),
+    ("cohere2", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 256}),
+    ("cohere2", {"logit_scale": 1.0}),
+    ("exaone4", {"sliding_window": 256}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
 ]  # fmt: skip
 
 
@@ -97,6 +118,36 @@ def pair(request, tmp_path_factory) -> Pair:
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_logits(pair, check, seed):
     check(pair, seed)
+
+
+def test_hits(pair):
+    """A prompt that begins as a removed one continues behind its pages, in layers of all kinds."""
+    tokens, own = random_tokens(3, 30, 8)
+    cache = pair.cache(use_long_rope_factors=True)
+    cache.add_sequence(0, tokens)
+    pair.ours.prefill(cache, [0], [tokens])
+    cache.record_tokens(0, tokens)
+    cache.remove_sequence(0)
+    prompt = [*tokens, *own]
+    reused = cache.add_sequence(1, prompt)
+    assert reused == 30
+    logits = pair.ours.logits(cache, [1], [prompt[reused:]])[0]
+    assert_close(logits, pair.expected(prompt)[reused:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmo3", "smollm3", "cohere2", "exaone4"])
+def test_int8_pages_are_close(family, tmp_path):
+    theirs = write_checkpoint(tmp_path, family, FAMILIES[family])
+    model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE, kv_dtype="int8")
+    (tokens,) = random_tokens(0, 41)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    cache = model.create_cache(1, 64, 64)
+    cache.add_sequence(0)
+    found = [model.logits(cache, [0], [chunk])[0] for chunk in np.split(tokens, [5, 18, 40])]
+    error = np.concatenate(found) - expected
+    assert 0 < error.std() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize(("family", "other"), OTHER_VALUES, ids=str)

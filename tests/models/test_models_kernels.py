@@ -45,13 +45,19 @@ def _norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("features", [48, 50, 7])
-def test_rms_norm_with_a_residual(features, dtype):
+@pytest.mark.parametrize("subtracts_mean", [False, True], ids=["rms", "layer"])
+def test_norm_with_a_residual(features, dtype, subtracts_mean):
     rng = np.random.default_rng(0)
     x, residual = (_random(rng, (5, features), dtype) for _ in range(2))
     weight = _random(rng, (features,), "float32")
-    kernel = kernels.rms_norm(features, EPSILON, dtype, VECTOR, residual=True)
+    kernel = kernels.norm(
+        features, EPSILON, dtype, VECTOR, residual=True, subtracts_mean=subtracts_mean
+    )
     found = _run(kernel, x, weight, residual, out=(x.shape, dtype))
-    _assert_close(found, _norm(x, weight) + residual.astype("float64"), dtype)
+    centered = x.astype("float64")
+    if subtracts_mean:
+        centered -= centered.mean(-1, keepdims=True)
+    _assert_close(found, _norm(centered, weight) + residual.astype("float64"), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -27,7 +27,7 @@ class ReferenceCache:
     num_layers : int
     kv_dtype : numpy dtype of the pages, or what quantizes their rows: a `Codec`, or a `CodecPair`.
     rope : Rope or None
-    mode : {"none", "normal", "inline"}
+    mode : {"none", "normal", "inline"}, or one per layer
     windows : one per layer, optional
         Positions that a row sees, its own included; None or 0: all.
     softcap : float, optional
@@ -41,13 +41,14 @@ class ReferenceCache:
         num_layers: int,
         kv_dtype,
         rope: Rope | None = None,
-        mode: str = "none",
+        mode: str | Sequence[str] = "none",
         windows: Sequence[int | None] | None = None,
         softcap: float | None = None,
         alibi: Sequence | None = None,
     ):
         self.softcap, self.alibi = softcap, alibi or [None] * num_layers
-        self.num_layers, self.kv_dtype, self.rope, self.mode = num_layers, kv_dtype, rope, mode
+        self.num_layers, self.kv_dtype, self.rope = num_layers, kv_dtype, rope
+        self.modes = [mode] * num_layers if isinstance(mode, str) else list(mode)
         self.windows = [window or None for window in windows or [None] * num_layers]
         self.sequences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
         self.trees: dict[int, list[int]] = {}
@@ -121,7 +122,7 @@ class ReferenceCache:
             q = rows[:, :num_qo_heads]
             k = rows[:, num_qo_heads : num_qo_heads + num_kv_heads]
             v = rows[:, num_qo_heads + num_kv_heads :]
-            if self.mode == "normal":
+            if self.modes[layer] == "normal":
                 end = positions[-1] + 1
                 q = rotate(q, positions, self.rope, end).astype(qkv.dtype)
                 k = rotate(k, positions, self.rope, end)
@@ -129,7 +130,7 @@ class ReferenceCache:
             if held is not None:
                 k, v = np.concatenate([held[0], k]), np.concatenate([held[1], v])
             self.sequences[seq_id][layer] = (k, v)
-            if self.mode == "inline":
+            if self.modes[layer] == "inline":
                 q = rotate(q, positions, self.rope)
                 k = rotate(k, all_positions, self.rope)
             mask = tree_mask(self.trees[seq_id], num_rows, total, self.windows[layer])

@@ -76,6 +76,9 @@ def inverse_frequencies(rope: Rope, use_long: bool = False) -> tuple[np.ndarray,
         attention = scaling.get("attention_factor")
         if attention is None:
             attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    elif kind == "proportional":  # Gemma 4, in transformers
+        turning = int(scaling.get("partial_rotary_factor", 1.0) * dim // 2)
+        inverse = np.where(np.arange(dim // 2) < turning, inverse, 0) / scaling.get("factor", 1.0)
     elif kind != "default":
         raise ValueError(f"no reference for rope_type {kind!r}")
     return inverse.astype(np.float32), float(attention)

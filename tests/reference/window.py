@@ -4,7 +4,8 @@
 A sequence with a window of `size` positions, `sinks` of them its first ones, holds these and its
 last ``size - sinks`` between steps. A row sees the sinks, the ``size - sinks`` positions before it,
 and itself, in any chunking. If the window includes the row itself, one position less is held, and
-the row sees `size` positions. Without a word from the caller it does so in mode "normal" only.
+the row sees `size` positions. Without a word from the caller it does so if a layer has mode
+"normal".
 
 In mode "inline" what a row sees is numbered from 0, so rotations stay within the window. In modes
 "normal" and "none" Q and K are rotated by their positions in the whole text.
@@ -122,7 +123,8 @@ class WindowedReferenceCache(ReferenceCache):
     Parameters
     ----------
     includes_self : bool, optional
-        Whether a row is one of the positions of its window. By default in mode "normal" only.
+        Whether a row is one of the positions of its window. By default where a layer has mode
+        "normal".
     slides_within_step : bool
         False for the calling convention of apache-tvm, whose kernels get one window per sequence
         and step: every row sees what the first row of the step sees, and the rows of the step up
@@ -133,7 +135,7 @@ class WindowedReferenceCache(ReferenceCache):
         self, *args, includes_self: bool | None = None, slides_within_step: bool = True, **kwargs
     ):
         super().__init__(*args, **kwargs)
-        self.includes_self = self.mode == "normal" if includes_self is None else includes_self
+        self.includes_self = "normal" in self.modes if includes_self is None else includes_self
         self.slides_within_step = slides_within_step
         self.of: dict[int, Window] = {}
 
@@ -209,11 +211,13 @@ class WindowedReferenceCache(ReferenceCache):
         if self.windows[layer]:
             return whole
         num_qo_heads = qkv.shape[1] - 2 * num_kv_heads
-        rope = self.rope if self.mode == "inline" else None  # else K was rotated when it came
+        rope = (
+            self.rope if self.modes[layer] == "inline" else None
+        )  # else K was rotated when it came
         outputs, lses, first = [], [], 0
         for seq_id, num_rows, start in zip(seq_ids, append_lengths, starts, strict=True):
             q = qkv[first : first + num_rows, :num_qo_heads]
-            if self.mode == "normal":
+            if self.modes[layer] == "normal":
                 text, end = start + np.arange(num_rows), start + num_rows
                 q = rotate(q, text, self.rope, end).astype(qkv.dtype)
             k, v = self.sequences[seq_id][layer]

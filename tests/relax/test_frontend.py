@@ -130,7 +130,7 @@ def check_fused(
     vm,
     cache,
     rope: reference.Rope,
-    mode: str,
+    mode: str | list[str],
     windows=None,
     steps=STEPS,
     num_tree_steps=0,
@@ -217,6 +217,19 @@ def test_layers_with_a_window(kinds, mode):
     check_fused(vm, cache, rope, mode.name.lower(), windows, num_tree_steps=2)
     cache.check_integrity()
     assert cache.first_position(1, 0) > 0
+
+
+@pytest.mark.parametrize(
+    "modes", [(RopeMode.NORMAL, RopeMode.NONE), (RopeMode.NONE, RopeMode.INLINE)], ids=str
+)
+def test_layers_without_rope_beside_layers_with_it(modes):
+    kinds, windows = ["mha_sliding", "mha"], [7, None]
+    vm = _compile(pkv.PagedKVCache, {"mode": modes}, kinds=kinds, layer_sliding_window_size=7)
+    cache = _create(vm)
+    rope = reference.Rope(rotary_dim=HEAD_DIM)
+    names = [mode.name.lower() for mode in modes]
+    check_fused(vm, cache, rope, names, windows, num_tree_steps=2)
+    assert [layer["rope_mode"] for layer in cache.description["layers"]] == [*modes]
 
 
 @pytest.mark.parametrize("mode", [RopeMode.NONE, RopeMode.NORMAL], ids=["none", "normal"])
@@ -342,6 +355,8 @@ MLA_DIMS = {"mla_original_qk_head_dim": 16, "mla_original_v_head_dim": 16}
         ({"rope_scaling": {"rope_type": "linear"}}, ValueError),
         ({"dtype": "float64"}, ValueError),
         ({"runtime": "other"}, ValueError),
+        ({"rope_mode": [RopeMode.NONE]}, ValueError),  # for two layers
+        ({"rope_mode": [RopeMode.NONE, RopeMode.NORMAL], "runtime": "stock"}, ValueError),
         ({"sliding_window_includes_self": True}, ValueError),  # without windows
         ({"sliding_window_includes_self": 1, "support_sliding_window": 1}, TypeError),
         (

@@ -138,9 +138,25 @@ def check_forks(pair: Pair, seed: int) -> None:
     cache.check_integrity()
 
 
+def check_pops(pair: Pair, seed: int) -> None:
+    """Within a page, a whole page, and all that a step has appended."""
+    tokens, other = random_tokens(seed + 1, 30, 9)
+    cache = pair.cache()
+    cache.add_sequence(0)
+    pair.ours.prefill(cache, [0], [tokens])
+    for popped, appended in ((3, 2), (11, 1), (1, 5)):
+        length = cache.sequence_length(0) - popped
+        cache.pop_n(0, popped)
+        tokens = [*tokens[:length], *other[:appended]]
+        logits = pair.ours.logits(cache, [0], [other[:appended]])[0]
+        assert_close(logits, pair.expected(tokens)[length:])
+    cache.check_integrity()
+
+
 CHECKS = {
     "prefill, decode": check_prefill_then_decode,
     "chunks": check_chunks,
     "batch": check_batch,
     "forks": check_forks,
+    "pops": check_pops,
 }

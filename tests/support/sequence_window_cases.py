@@ -20,15 +20,20 @@ CHUNKINGS = {
 class WindowPair(CachePair):
     """`layers` has their windows; 0: none, where those of the sequences count.
 
+    `mode` is one for all layers, or one for each.
     `includes_self` is the cache's ``sliding_window_includes_self``.
     """
 
     def __init__(
-        self, layers=(0,), mode: str = "inline", seed: int = 0, kernels=None, cache=None,
+        self, layers=(0,), mode: str | tuple = "inline", seed: int = 0, kernels=None, cache=None,
         includes_self: bool | None = None, **fields,
     ):  # fmt: skip
+        modes = [mode] * len(layers) if isinstance(mode, str) else mode
         cache = cache or make_cache(
-            kernels, layers=[layer_of(window) for window in layers], rope_mode=MODES[mode],
+            kernels, rope_mode=0, layers=[
+                layer_of(window, rope_mode=MODES[each])
+                for window, each in zip(layers, modes, strict=True)
+            ],
             sliding_window=True, sliding_window_includes_self=includes_self,
             **{"max_total_tokens": 512, **fields},
         )  # fmt: skip
@@ -69,7 +74,7 @@ class WindowPair(CachePair):
     def first_position(self, seq_id: int) -> int:
         """Return the position of the next row, as models and rotations count it."""
         length = self.expected.length(seq_id)
-        if self.expected.mode == "inline":
+        if "inline" in self.expected.modes:
             return length
         return self.expected.text_position(seq_id, length)
 

@@ -131,6 +131,12 @@ def _longrope(rope: RopeSpec, scaling: dict, use_long: bool):
     return base_inverse_frequencies(rope) / factors.astype(np.float64), attention_factor
 
 
+def _proportional(rope: RopeSpec, scaling: dict, use_long: bool):
+    inverse = base_inverse_frequencies(rope)
+    inverse[int(scaling.get("partial_rotary_factor", 1.0) * rope.rotary_dim // 2) :] = 0.0
+    return inverse / scaling.get("factor", 1.0), 1.0
+
+
 def _length_factor(scaling: dict) -> float:
     """Return by how much the context grew: `factor`, or the ratio of the two lengths."""
     original = scaling["original_max_position_embeddings"]
@@ -143,6 +149,7 @@ _SCALED: dict[str, Callable] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

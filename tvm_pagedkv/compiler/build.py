@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ from tir_kernels.conv_spec import ConvSpec
 from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import KernelSpec, RopeSpec
 
-from ..config import KVCacheConfig, ResolvedConfig, ResolvedLayer
+from ..config import KVCacheConfig, ResolvedConfig, ResolvedLayer, RopeConfig
 from .codec_cost import warn_if_slow
 from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
@@ -58,7 +58,7 @@ class KernelSets:
 def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> KernelSpec:
     """Return the spec of a layer's kernels. Layers with equal specs share kernels."""
     assert layer.kv_dtype is not None, "kernels are for layers that keep K and V"
-    rope = layer.rope
+    rope = _kernel_rope(config, layer)
     is_mla = layer.kind == "mla"
     rotary_dim = rope.rotary_dim or layer.qk_head_dim
     rope_spec = RopeSpec(rope.theta, rope.scale, rotary_dim, rope.scaling)
@@ -78,6 +78,22 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
         original_v_head_dim=layer.mla_original_v_head_dim or 0,
     )
+
+
+def _kernel_rope(config: ResolvedConfig, layer: ResolvedLayer) -> RopeConfig:
+    """Return the rotation that the kernels of a layer are compiled with.
+
+    An argument turns it off, so a layer without RoPE shares the kernels of one like it with RoPE.
+    """
+    if layer.rope.mode != "none":
+        return layer.rope
+    for other in config.layers:
+        depends_on_length = other.rope.scaling_dict.get("rope_type") == "longrope"
+        if other.rope.mode == "none" or depends_on_length:
+            continue
+        if replace(other, rope=layer.rope, window=layer.window) == layer:
+            return other.rope
+    return layer.rope
 
 
 def build_kernels(

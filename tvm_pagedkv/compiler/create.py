@@ -106,7 +106,6 @@ def config_map(
     config: ResolvedConfig, kernels: KernelSets | KernelLibraries, device: tvm.runtime.Device
 ) -> dict:
     """Return the configuration as the global function ``pagedkv.create`` takes it."""
-    mode = _common(config, "mode", lambda rope: rope.mode)
     described = {
         "max_num_sequences": config.max_num_sequences,
         "max_total_tokens": config.max_total_tokens,
@@ -114,7 +113,7 @@ def config_map(
         "page_size": config.page_size,
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
-        "rope_mode": ROPE_MODES.index(mode),
+        "rope_mode": ROPE_MODES.index(config.layers[0].rope.mode),
         "sliding_window": config.sliding_window,
         "sliding_window_includes_self": config.sliding_window_includes_self,
         "aux_manager": "auto",
@@ -129,7 +128,7 @@ def config_map(
         "layer_indptr": Shape(config.layer_indptr),
         "stage": config.stage,
     }
-    factors = _common(config, "longrope factors", _extension_factors)
+    factors = _extension_factors(config)
     if factors is not None:
         values = np.array(factors, dtype=np.float32)
         described["rope_ext_factors"] = tvm.runtime.tensor(values, device=device)
@@ -172,6 +171,7 @@ def _layer_map(
         "num_kv_heads": layer.num_kv_heads,
         "qk_head_dim": layer.qk_head_dim,
         "v_head_dim": layer.v_head_dim,
+        "rope_mode": ROPE_MODES.index(layer.rope.mode),
         "rope_theta": layer.rope.theta,
         "rope_scale": layer.rope.scale,
         "rope_details": _rope_details(layer),
@@ -218,20 +218,23 @@ def _rope_details(layer: ResolvedLayer) -> str:
     return json.dumps(details, sort_keys=True) if details else ""
 
 
-def _extension_factors(rope: RopeConfig) -> tuple | None:
-    """Return the long factors of longrope, then the short ones: the order of the kernels."""
+def _extension_factors(config: ResolvedConfig) -> tuple | None:
+    """Return the long factors of longrope, then the short ones: the order of the kernels.
+
+    Layers without a rotation need none; all others must have the same.
+    """
+    ropes = [layer.rope for layer in config.layers if layer.kind in MHA_KINDS]
+    values = {_factors_of(rope) for rope in ropes if rope.mode != "none"}
+    if len(values) > 1:
+        raise ValueError(
+            "layers with a rotation must have the same longrope factors, got "
+            f"{sorted(map(str, values))}"
+        )
+    return values.pop() if values else None
+
+
+def _factors_of(rope: RopeConfig) -> tuple | None:
     scaling = rope.scaling_dict
     if scaling.get("rope_type") != "longrope":
         return None
     return (*scaling["long_factor"], *scaling["short_factor"])
-
-
-def _common(config: ResolvedConfig, what: str, of: Callable[[RopeConfig], Any]) -> Any:
-    """Return a property of RoPE that all layers with rotated rows must share."""
-    rotated = [layer for layer in config.layers if layer.kind in MHA_KINDS]
-    values = {of(layer.rope) for layer in rotated or config.layers}
-    if len(values) != 1:
-        raise ValueError(
-            f"the layers of a cache must have one rope {what}, got {sorted(map(str, values))}"
-        )
-    return values.pop()

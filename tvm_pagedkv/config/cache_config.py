@@ -64,7 +64,7 @@ class KVCacheConfig:
     sliding_window_includes_self : bool, optional
         Whether such a window counts the query row itself. True: a row sees `window` positions, its
         own included, as masks in transformers do. False: a row sees `window` positions and itself,
-        as in TVM's own cache. None: True with RoPE mode "normal", else False.
+        as in TVM's own cache. None: True if a layer has RoPE mode "normal".
     logit_softcap : float, optional
         Soft-cap of the attention logits: ``cap * tanh(logit / cap)``.
     share_prefix : bool
@@ -155,6 +155,12 @@ class KVCacheConfig:
                 "do not support it"
             )
         self._check_recurrent_layers(layers)
+        modes = {layer.rope.mode for layer in layers if layer.kind in MHA_KINDS}
+        if self.sliding_window and {"normal", "inline"} <= modes:
+            raise ValueError(
+                'sliding_window needs one way to count positions: RoPE mode "normal" counts those '
+                'of the text, mode "inline" those within the window, and the layers have both'
+            )
         return ResolvedConfig(
             layers=layers,
             dtype=self.dtype,

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._checks import check_choice, check_int, check_positive, freeze
 
 ROPE_MODES = ("none", "normal", "inline")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 _REQUIRED_SCALING = {
     "default": (),
@@ -23,6 +23,7 @@ _REQUIRED_SCALING = {
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 
 
@@ -33,17 +34,19 @@ class RopeConfig:
     Parameters
     ----------
     mode : {"none", "normal", "inline"}
-        "none" rotates nothing. "normal" rotates Q and K before K is written. "inline" writes K
-        unrotated, and rotates Q and K inside the attention kernels.
+        "none" rotates nothing and ignores all other fields. "normal" rotates Q and K before K is
+        written. "inline" writes K unrotated, and rotates Q and K inside the attention kernels.
     theta : float
-        The base of the frequencies. Mode "none" ignores it.
+        The base of the frequencies.
     scale : float
-        A factor on the position. Mode "none" ignores it.
+        A factor on the position.
     rotary_dim : int, optional
         Number of leading dimensions of a head that are rotated, an even number; None for all.
     scaling : mapping, optional
         A Hugging Face ``rope_scaling`` / ``rope_parameters`` dictionary. Its ``rope_type`` (older
-        files: ``type``) is "default", "linear", "llama3", "yarn" or "longrope".
+        files: ``type``) is "default", "linear", "llama3", "yarn", "longrope" or "proportional".
+        With the last one, frequencies are those of a rotation of all `rotary_dim` dimensions, and
+        only the first of them turn, the share ``partial_rotary_factor``.
 
     Raises
     ------
@@ -94,13 +97,19 @@ class RopeConfig:
             raise ValueError(f"rope.scaling of type {rope_type!r} needs {', '.join(missing)}")
         if rope_type == "default":
             return None
+        if rope_type == "proportional":
+            share = scaling.setdefault("partial_rotary_factor", 1.0)
+            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if not (is_number and 0 <= share <= 1):
+                name = "rope.scaling['partial_rotary_factor']"
+                raise ValueError(f"{name} must be a number from 0 to 1, got {share!r}")
         return freeze(scaling | {"rope_type": rope_type})
 
     def resolved(self) -> RopeConfig:
         """Return the rotation of the kernels: what mode "none" ignores has its default."""
         if self.mode != "none":
             return self
-        return replace(self, theta=RopeConfig.theta, scale=RopeConfig.scale)
+        return RopeConfig(mode="none")
 
     @property
     def scaling_dict(self) -> dict[str, Any]:

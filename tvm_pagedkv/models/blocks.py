@@ -18,24 +18,25 @@ from .projections import Linear, SplitLinear
 
 
 class Norm(nn.Module):
-    """RMS norm of the rows of x ``[n, features]``, plus a residual if one is given."""
+    """Norm of the rows of x ``[n, features]``, plus a residual if one is given."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         self.features, self.epsilon = config.hidden_size, config.norm_eps
-        self.options = options
+        self.options, self.subtracts_mean = options, config.norm_subtracts_mean
         self.weight = nn.Parameter((self.features,), "float32")
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
-        kernel = kernels.rms_norm(
+        kernel = kernels.norm(
             self.features,
             self.epsilon,
             self.options.dtype,
             self.options.vector,
             residual=residual is not None,
+            subtracts_mean=self.subtracts_mean,
         )
         inputs = [x, self.weight] + ([] if residual is None else [residual])
         out = nn.Tensor.placeholder(x.shape, self.options.dtype)
-        return op.tensor_ir_op(kernel, "rms_norm", inputs, out)
+        return op.tensor_ir_op(kernel, "norm", inputs, out)
 
 
 class QkNorm(nn.Module):
@@ -120,6 +121,7 @@ class Block(nn.Module):
     """One layer: attention or a mixer, then the MLP, with norms before them, after them, or both.
 
     Where a layer has attention and a mixer, both see the same rows, and their outputs are added.
+    The MLP is beside them as well where it is parallel.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Block(nn.Module):
                 self.mixer = mixer_of(layer)(config, options, layer, f"{name}.mixer")
         if config.intermediate_size:
             self.mlp = Mlp(config, options, f"{name}.mlp")
+        self.is_parallel = config.parallel_mlp
         self.before_attention = norm(config.norms.before_attention)
         self.after_attention = norm(config.norms.after_attention)
         self.before_mlp = norm(config.norms.before_mlp)
@@ -148,18 +151,20 @@ class Block(nn.Module):
     def forward(self, x: nn.Tensor, cache: PagedKVCacheObject, layer: int) -> nn.Tensor:
         """Run the layer, whose first layer of the cache is `layer`."""
 
+        beside, behind = (self.mlp, None) if self.is_parallel else (None, self.mlp)
+
         def attend(inner: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
             total, mixer_layer = residual, layer
             if self.self_attn is not None:
                 total, mixer_layer = self.self_attn(inner, total, cache, layer), layer + 1
             if self.mixer is not None:
                 total = self.mixer(inner, total, cache, mixer_layer)
-            return total
+            return total if beside is None else beside(inner, total)
 
         x = _add(x, self.before_attention, attend, self.after_attention)
-        if self.mlp is None:
+        if behind is None:
             return x
-        return _add(x, self.before_mlp, self.mlp, self.after_mlp)
+        return _add(x, self.before_mlp, behind, self.after_mlp)
 
 
 def _add(x: nn.Tensor, before: Norm | None, compute, after: Norm | None) -> nn.Tensor:

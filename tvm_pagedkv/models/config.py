@@ -126,11 +126,17 @@ class DecoderConfig:
     norms : Norms
     norm_offset : float
         Constant that is added to the weights of all norms.
+    norm_subtracts_mean : bool
+        Whether the norms of layers are layer norms without a bias, not RMS norms.
+    parallel_mlp : bool
+        Whether the MLP sees the rows that attention sees, and both outputs are added.
     qk_norm : {"head", "projection"}, optional
         RMS norm of Q and K before the rotation: per head with shared weights, or over all heads.
     attention_gate : bool
         Whether the output of attention is multiplied by the sigmoid of a gate, whose rows follow
         those of each head in the projection of Q.
+    interleaved_rope : bool
+        Whether the checkpoint's rotation pairs adjacent features of Q and K. Loading permutes them.
     qkv_bias, o_bias, mlp_bias : bool
     activation : {"silu", "gelu_tanh"}
         Activation of the MLP's gate.
@@ -167,8 +173,11 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     norms: Norms = Norms()
     norm_offset: float = 0.0
+    norm_subtracts_mean: bool = False
+    parallel_mlp: bool = False
     qk_norm: str | None = None
     attention_gate: bool = False
+    interleaved_rope: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

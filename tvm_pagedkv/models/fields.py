@@ -7,6 +7,7 @@ Every reader checks what it takes; an error names the field, what was expected a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config import ROPE_TYPES, LayerSpec, RopeConfig
@@ -61,6 +62,16 @@ def activation(fields: Mapping[str, Any], name: str, known: Mapping[str, str], d
         expected = " or ".join(repr(each) for each in known)
         raise ValueError(f"{name} {value!r} is not supported; expected {expected}")
     return known[value]
+
+
+def flags(fields: Mapping[str, Any], name: str, default: Sequence[bool]) -> list[bool]:
+    """True or false, or 1 or 0, for each layer; files may list more layers than there are."""
+    values = fields.get(name)
+    if values is None:
+        return list(default)
+    if not isinstance(values, list) or len(values) < len(default) or not set(values) <= {0, 1}:
+        raise ValueError(f"{name} must list 0 or 1 for {len(default)} layers, got {values!r}")
+    return [bool(value) for value in values[: len(default)]]
 
 
 def silu(fields: Mapping[str, Any]) -> str:
@@ -129,6 +140,15 @@ def layers(
     return tuple(specs[kind] for kind in kinds)
 
 
+def with_rope_where(layers: Sequence[LayerSpec], rotates: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """The layers, without a rotation in those for which `rotates` is false."""
+    plain = RopeConfig(mode="none")
+    return tuple(
+        layer if is_rotated else replace(layer, rope=plain)
+        for layer, is_rotated in zip(layers, rotates, strict=True)
+    )
+
+
 # --- rotation -----------------------------------------------------------------------------------
 
 
@@ -149,14 +169,34 @@ def rope_fields(fields: Mapping[str, Any], kind: str = FULL) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def with_rotations(
+    fields: Mapping[str, Any], *, full: float | None, sliding: float | None
+) -> dict[str, Any]:
+    """The fields with a rotation for each kind of layer, as newer files have them.
+
+    Older files have at most a base for each kind, `full` and `sliding`, and a scaling that is for
+    layers without a window alone.
+    """
+    given = fields.get("rope_parameters") or {}
+    rotations = {
+        FULL: {"rope_theta": full, **rope_fields(fields, FULL)},
+        SLIDING: {"rope_theta": sliding},
+    }
+    if SLIDING in given:
+        rotations[SLIDING] |= rope_fields(fields, SLIDING)
+    return {**fields, "rope_parameters": rotations}
+
+
 def rope(fields: Mapping[str, Any], kind: str) -> RopeConfig:
     """The rotation of the layers of a kind."""
     scaling = rope_fields(fields, kind)
     theta = scaling.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
-    partial = scaling.pop("partial_rotary_factor", None)
-    if partial is None:
-        partial = positive_number(fields, "partial_rotary_factor", 1.0)
     rope_type = rope_type_of(scaling)
+    partial: float | None = 1.0
+    if rope_type != "proportional":  # there it is the share of frequencies that turn
+        partial = scaling.pop("partial_rotary_factor", None)
+        if partial is None:
+            partial = positive_number(fields, "partial_rotary_factor", 1.0)
     scaling.pop("rope_type", None), scaling.pop("type", None)
     if rope_type == "dynamic":  # within `max_position_embeddings`, which `longest_text` enforces
         rope_type, scaling = "default", {}

@@ -40,21 +40,10 @@ def gemma3(fields: Mapping[str, Any]) -> DecoderConfig:
     pattern = read.positive(fields, "sliding_window_pattern", 6)
     default = [read.SLIDING if (i + 1) % pattern else read.FULL for i in range(num_layers)]
     kinds = read.layer_kinds(fields, default)
-    layers = read.layers(_with_rotations(fields), kinds)
+    theta = read.positive_number(fields, "rope_theta", 1e6)
+    local = read.positive_number(fields, "rope_local_base_freq", 1e4)
+    layers = read.layers(read.with_rotations(fields, full=theta, sliding=local), kinds)
     return _decoder(fields, layers, qk_norm="head")
-
-
-def _with_rotations(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with a rotation for each kind of layer, as newer files have them.
-
-    Older files have two bases, and a scaling that is of the layers without a window alone.
-    """
-    full = {"rope_theta": fields.get("rope_theta") or 1e6, **read.rope_fields(fields, read.FULL)}
-    sliding = {"rope_theta": fields.get("rope_local_base_freq") or 1e4}
-    given = fields.get("rope_parameters") or {}
-    if read.SLIDING in given:
-        sliding |= read.rope_fields(fields, read.SLIDING)
-    return {**fields, "rope_parameters": {read.FULL: full, read.SLIDING: sliding}}
 
 
 def _decoder(fields: Mapping[str, Any], layers, **own: Any) -> DecoderConfig:

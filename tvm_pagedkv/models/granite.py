@@ -8,10 +8,9 @@ the residual, and the output logits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from ..config import LayerSpec, RopeConfig
+from ..config import LayerSpec
 from . import fields as read
 from .config import DecoderConfig, Mamba2Options, Scales, TensorNames
 from .mamba2 import mamba2_layer, time_step_limit
@@ -61,5 +60,4 @@ def _layers(fields: Mapping[str, Any], state: LayerSpec) -> tuple[LayerSpec, ...
     layers = read.layers(fields, kinds, {_LINEAR: state})
     if fields.get("position_embedding_type") == "rope":
         return layers
-    plain = RopeConfig(mode="none")
-    return tuple(each if each is state else replace(each, rope=plain) for each in layers)
+    return read.with_rope_where(layers, [each is state for each in layers])

@@ -27,10 +27,18 @@ from .emit import parallel_if, rows_kernel
 PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads
 
 
-def rms_norm(
-    features: int, epsilon: float, dtype: str, target: VectorTarget, *, residual: bool = False
+def norm(
+    features: int,
+    epsilon: float,
+    dtype: str,
+    target: VectorTarget,
+    *,
+    residual: bool = False,
+    subtracts_mean: bool = False,
 ) -> tirx.PrimFunc:
     """Build the kernel of ``x / sqrt(mean(x ** 2) + epsilon) * weight (+ residual)``.
+
+    A layer norm first subtracts the mean from x.
 
     Arguments of the kernel: x [n, features], weight float32 [features], residual [n, features]
     where chosen, out [n, features].
@@ -40,7 +48,8 @@ def rms_norm(
         *added, out = residual_and_out
 
         def row(i):
-            _normalize((x, weight, out), i, 0, (features, epsilon, target), *added)
+            how = (features, epsilon, target)
+            _normalize((x, weight, out), i, 0, how, *added, subtracts_mean=subtracts_mean)
 
         parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
@@ -105,19 +114,30 @@ def qk_norm(
     return rows_kernel(arguments, body, target)
 
 
-def _normalize(buffers, row, begin, how, residual=None) -> None:
-    """RMS norm of columns of a row: (x, weight, out), and (width, epsilon, target)."""
+def _normalize(buffers, row, begin, how, residual=None, *, subtracts_mean=False) -> None:
+    """Norm of columns of a row: (x, weight, out), and (width, epsilon, target)."""
     (x, weight, out), (width, epsilon, target) = buffers, how
     lanes = math.gcd(width, target.lanes)
+    shift = None
+    if subtracts_mean:
+        total = Register(lanes, init=constant(0.0, lanes))
+        one = constant(1.0, lanes)
+        with T.serial(T.int64(width // lanes)) as j:
+            total.fma(load(x, [row, j * lanes + begin], lanes), one)
+        shift = temp(reduce_lanes(total.get(), lanes, add) / T.float32(width))
+
+    def centered(value):
+        return value if shift is None else value - broadcast(shift, lanes)
+
     squares = Register(lanes, init=constant(0.0, lanes))
     with T.serial(T.int64(width // lanes)) as j:
-        value = temp(load(x, [row, j * lanes + begin], lanes), lanes)
+        value = temp(centered(load(x, [row, j * lanes + begin], lanes)), lanes)
         squares.fma(value, value)
     mean = reduce_lanes(squares.get(), lanes, add) / T.float32(width)
     scale = temp(T.float32(1.0) / T.sqrt(mean + T.float32(epsilon)))
     with T.serial(T.int64(width // lanes)) as j:
         at = [row, j * lanes + begin]
-        value = load(x, at, lanes) * broadcast(scale, lanes)
+        value = centered(load(x, at, lanes)) * broadcast(scale, lanes)
         value = value * load(weight, [j * lanes], lanes)
         if residual is not None:
             value = value + load(residual, at, lanes)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import DTYPES
+from .cohere2 import cohere2
 from .config import DecoderConfig, read_json
+from .exaone4 import exaone4
 from .falcon_h1 import falcon_h1
 from .fields import token_ids
 from .gemma import gemma2, gemma3
@@ -22,10 +24,11 @@ from .granite import granite_hybrid
 from .lfm2 import lfm2
 from .llama import llama, mistral
 from .mamba2 import mamba2
-from .olmo import olmo2
+from .olmo import olmo2, olmo3
 from .phi import phi3
 from .qwen import qwen2, qwen3
 from .qwen3_5 import qwen3_5, qwen3_5_with_pictures
+from .smollm3 import smollm3
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 
@@ -41,6 +44,10 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Gemma3ForCausalLM": ("gemma3_text", gemma3),
     "Phi3ForCausalLM": ("phi3", phi3),
     "Olmo2ForCausalLM": ("olmo2", olmo2),
+    "Olmo3ForCausalLM": ("olmo3", olmo3),
+    "SmolLM3ForCausalLM": ("smollm3", smollm3),
+    "Cohere2ForCausalLM": ("cohere2", cohere2),
+    "Exaone4ForCausalLM": ("exaone4", exaone4),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
     "Lfm2ForCausalLM": ("lfm2", lfm2),

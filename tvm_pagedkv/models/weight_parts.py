@@ -27,6 +27,8 @@ class Part(NamedTuple):
         Number of groups of consecutive rows, from each of which `rows` are taken.
     scale : float
         Factor on the values.
+    paired : int
+        Width of heads whose adjacent rows form pairs, which are put half a head apart; 0: none.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Part(NamedTuple):
     rows: tuple[int, int] | None = None
     groups: int = 1
     scale: float = 1.0
+    paired: int = 0
 
     @property
     def size(self) -> int:
@@ -45,10 +48,14 @@ class Part(NamedTuple):
 
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """Return the rows of the tensor, or of a tensor that has something for each of its rows."""
-        if self.rows is None:
-            return tensor
-        grouped = tensor.reshape(self.groups, -1, *tensor.shape[1:])
-        return grouped[:, slice(*self.rows)].reshape(-1, *tensor.shape[1:])
+        width = tensor.shape[1:]
+        if self.rows is not None:
+            grouped = tensor.reshape(self.groups, -1, *width)
+            tensor = grouped[:, slice(*self.rows)].reshape(-1, *width)
+        if self.paired:
+            pairs = tensor.reshape(-1, self.paired // 2, 2, *width)
+            tensor = pairs.swapaxes(1, 2).reshape(-1, *width)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,8 @@ class Output(NamedTuple):
         on of each. A group of 0: the features are all rows.
     scale : float
         Factor on the features.
+    paired : int
+        As for `Part`.
     """
 
     name: str
@@ -112,14 +121,16 @@ class Output(NamedTuple):
     group: int = 0
     groups: int = 1
     scale: float = 1.0
+    paired: int = 0
 
     def part(self, theirs: str, kind: str, columns: tuple[int, ...]) -> Part:
         """Return the part of a weight or a bias below `theirs`."""
         name = f"{theirs}.{self.name}.{kind}"
         if not self.group:
-            return Part(name, (self.width, *columns), scale=self.scale)
+            return Part(name, (self.width, *columns), scale=self.scale, paired=self.paired)
         rows = self.begin, self.begin + self.width // self.groups
-        return Part(name, (self.groups * self.group, *columns), rows, self.groups, self.scale)
+        shape = (self.groups * self.group, *columns)
+        return Part(name, shape, rows, self.groups, self.scale, self.paired)
 
 
 def slices(name: str, *widths: int, scales: Sequence[float] | None = None) -> list[Output]:

@@ -72,6 +72,8 @@ def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, 
     if c.attention_gate:
         outputs[0], gate = halves("q_proj", c.num_heads, c.head_dim)
         yield from rows(f"{ours}.gate", theirs, [gate], c.hidden_size, bias=c.qkv_bias)
+    if c.interleaved_rope:
+        outputs[:2] = [each._replace(paired=c.head_dim) for each in outputs[:2]]
     yield from rows(f"{ours}.qkv_proj", theirs, outputs, c.hidden_size, bias=c.qkv_bias)
     yield from columns(
         f"{ours}.o_proj",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tvm import relax, tirx
@@ -66,7 +67,8 @@ class PagedKVCache(PagedKVCacheObject):
         "mla" layers ignore `num_key_value_heads`. If there are any, `v_head_dim` is theirs.
     mla_original_qk_head_dim, mla_original_v_head_dim : int
         Head dimensions before absorption; used by "mla" only.
-    rope_mode : RopeMode
+    rope_mode : RopeMode or sequence of RopeMode
+        One mode for all layers, or one per layer, for models without RoPE in some layers.
     rope_scale, rope_theta : float
     rope_scaling : dict
         Hugging Face RoPE scaling; may be empty.
@@ -127,7 +129,7 @@ class PagedKVCache(PagedKVCacheObject):
         v_head_dim: int,
         mla_original_qk_head_dim: int,
         mla_original_v_head_dim: int,
-        rope_mode: RopeMode,
+        rope_mode: RopeMode | Sequence[RopeMode],
         rope_scale: float,
         rope_theta: float,
         rope_scaling: dict[str, Any],
@@ -151,6 +153,23 @@ class PagedKVCache(PagedKVCacheObject):
                 f"runtime must be one of {', '.join(MODEL_CONSTRUCTORS)}; got {runtime!r}"
             )
         kinds = _layer_kinds(attn_kind, num_hidden_layers)
+        modes = _rope_modes(rope_mode, num_hidden_layers)
+        if runtime == "stock" and len(set(modes)) > 1:
+            raise ValueError(
+                "the stock runtime has one rope_mode for all layers; choose runtime 'pagedkv', or "
+                "RopeMode.NONE and rotate in the model"
+            )
+        rotations = {
+            mode: RopeConfig(
+                mode=mode.name.lower(),
+                theta=rope_theta,
+                scale=rope_scale,
+                rotary_dim=rotary_dim,
+                scaling=_with_placeholder_factors(rope_scaling, rotary_dim),
+            )
+            for mode in modes
+        }
+        rope = rotations[max(modes)]  # by which kernels rotate, where a layer does
         if is_cuda(target):
             arch_of(target)
             if runtime == "stock":
@@ -173,13 +192,7 @@ class PagedKVCache(PagedKVCacheObject):
             dtype=dtype,
             kv_dtype=kv_dtype,
             page_size=page_size if isinstance(page_size, int) else kernel_page_size,
-            rope=RopeConfig(
-                mode=RopeMode(rope_mode).name.lower(),
-                theta=rope_theta,
-                scale=rope_scale,
-                rotary_dim=rotary_dim,
-                scaling=_with_placeholder_factors(rope_scaling, rotary_dim),
-            ),
+            rope=rope,
             layers=[
                 LayerSpec(
                     kind=kind,
@@ -187,8 +200,9 @@ class PagedKVCache(PagedKVCacheObject):
                     window=layer_sliding_window_size if kind == "mha_sliding" else None,
                     mla_original_qk_head_dim=mla_original_qk_head_dim if kind == "mla" else None,
                     mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
+                    rope=rotations[mode],
                 )
-                for kind in kinds
+                for kind, mode in zip(kinds, modes, strict=True)
             ],
             sliding_window=has_windows and "mla" not in kinds,
             sliding_window_includes_self=sliding_window_includes_self,
@@ -207,8 +221,8 @@ class PagedKVCache(PagedKVCacheObject):
             )
         kernels = ConstructorKernels(
             {
-                kind: _spec(config, config.layers[kinds.index(kind)], target)
-                for kind in kinds
+                kind: _spec(config, replace(layer, rope=rope.resolved()), target)
+                for kind, layer in zip(kinds, config.layers, strict=True)
                 if kind != "linear"
             },
             "tirx" if runtime == "stock" else "pagedkv",
@@ -241,7 +255,9 @@ class PagedKVCache(PagedKVCacheObject):
             relax.prim_value(v_head_dim),
             relax.ShapeExpr([_KIND_NUMBERS[kind] for kind in kinds]),
             relax.prim_value(enable_disaggregation),
-            relax.prim_value(int(rope_mode)),
+            relax.prim_value(int(modes[0]))
+            if len(set(modes)) == 1
+            else relax.ShapeExpr([int(mode) for mode in modes]),
             relax.prim_value(rope_scale),
             relax.prim_value(rope_theta),
             rope_ext_factors,
@@ -274,6 +290,14 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
         if kind not in _KIND_NUMBERS:
             raise ValueError(f"attn_kind must be of {', '.join(_KIND_NUMBERS)}; got {kind!r}")
     return kinds
+
+
+def _rope_modes(rope_mode: RopeMode | Sequence[RopeMode], num_layers: int) -> list[RopeMode]:
+    if not isinstance(rope_mode, Sequence):
+        return [RopeMode(rope_mode)] * num_layers
+    if len(rope_mode) != num_layers:
+        raise ValueError(f"rope_mode has {len(rope_mode)} entries for {num_layers} layers")
+    return [RopeMode(mode) for mode in rope_mode]
 
 
 def _with_placeholder_factors(

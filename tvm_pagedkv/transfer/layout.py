@@ -20,6 +20,7 @@ _LAYER_FIELDS = (
     "num_kv_heads",
     "qk_head_dim",
     "v_head_dim",
+    "rope_mode",
     "rope_theta",
     "rope_scale",
 )
@@ -44,7 +45,6 @@ def layout_of(cache: KVCache) -> dict[str, Any]:
         "protocol": PROTOCOL,
         "page_size": info["page_size"],
         "kv_dtype": types[0] if len(set(types)) == 1 else types,
-        "rope_mode": info["rope_mode"],
         "layers": [_described(layer) for layer in layers],
     }
 

@@ -25,7 +25,7 @@ from tir_kernels.define import target_attributes
 from tir_kernels.script import prim_func
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
-from tvm_pagedkv.measure.huge_pages import huge_zeros
+from tvm_pagedkv.measure import huge_zeros
 
 BATCHES = (1, 8, 64)
 PREFILL = 2048

@@ -27,7 +27,7 @@ from tir_kernels.recurrent_spec import RULES, RecurrentSpec
 from tir_kernels.script import prim_func
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
-from tvm_pagedkv.measure.huge_pages import huge_zeros
+from tvm_pagedkv.measure import huge_zeros
 from tvm_pagedkv.measure.limits import Limits
 
 BATCHES = (1, 8, 64)

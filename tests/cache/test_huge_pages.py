@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ..support.cpp_build import ROOT
@@ -98,6 +99,21 @@ def test_huge_zeros_is_an_array_and_a_tensor_over_the_same_memory(dtype):
     assert (tensor.numpy() == array).all()
     del array
     assert tensor.numpy()[2, 4].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+def test_large_weights_begin_at_a_huge_page(dtype):
+    from tvm_pagedkv._huge_pages import HUGE_PAGE_BYTES
+    from tvm_pagedkv.models.weights import _as_parameter
+
+    for num_bytes in (64, 2 * HUGE_PAGE_BYTES):
+        shape = (2, num_bytes // np.dtype(dtype).itemsize // 2)
+        array = np.arange(np.prod(shape)).astype("uint8").reshape(shape).astype(dtype)
+        tensor = _as_parameter(array)
+        assert (tensor.shape, str(tensor.dtype)) == (shape, dtype)
+        np.testing.assert_array_equal(tensor.numpy(), array)
+        if num_bytes > 64:
+            assert tensor.data_ptr() % HUGE_PAGE_BYTES == 0
 
 
 @pytest.mark.skipif(not _system_tells_advice(), reason="the system does not tell what was advised")

@@ -14,9 +14,9 @@ import tir_kernels
 from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
 from tir_kernels.cpu.simd import Register, constant, load, store, temp
 
+from .._huge_pages import huge_zeros
 from ..compiler import cached_library, code_versions, compiling, resolve_target, vector_target
 from ..threads import num_threads
-from .huge_pages import huge_zeros
 
 _SOURCES = (Path(__file__), Path(tir_kernels.__file__).parent)
 READ_BYTES = 2**28

@@ -12,6 +12,7 @@ import tvm
 
 from tir_kernels.spec import ITEMSIZE
 
+from .._huge_pages import HUGE_PAGE_BYTES, huge_zeros
 from .._progress import report
 from ..config import KV_KINDS
 from .config import DecoderConfig
@@ -159,8 +160,17 @@ def load_parameters(
         if source.is_matrix:
             packed: Any = packed_matrix(name, array.shape[0], array.shape[1], options)
             array = packed.pack(array)
-        loaded.append(tvm.runtime.tensor(array))
+        loaded.append(_as_parameter(array))
     return loaded
+
+
+def _as_parameter(array: np.ndarray) -> tvm.runtime.Tensor:
+    """Copy an array into a tensor; if it is large, on huge pages, which decode reads faster."""
+    if array.nbytes < 2 * HUGE_PAGE_BYTES:
+        return tvm.runtime.tensor(array)
+    memory, tensor = huge_zeros(array.shape, array.dtype.name)
+    memory[...] = array
+    return tensor
 
 
 def _read(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for measurements on huge pages, where the system has them, as page pools are."""
+"""Arrays on huge pages, where the system has them, as page pools are."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ multiplied with all `UNIT_ROWS` rows.
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import F32, constant, import_llvm, prefetch, store
+from tir_kernels.cpu.simd import F32, INTO_L1, constant, import_llvm, prefetch, store
 from tir_kernels.define import target_attributes
 from tir_kernels.script import inline, prim_func
 from tir_kernels.spec import ITEMSIZE
@@ -18,7 +18,7 @@ from .code_products import products_of
 from .linear import PARALLEL_FLOPS, TILE_ROWS, UNIT_ROWS, store_sums
 from .row_codes import ROW_BYTES
 
-_BYTES_AHEAD = 8192  # of weights that are prefetched
+_BYTES_AHEAD = 4096  # of weights that are prefetched, into the L1 cache
 
 
 def code_linear(
@@ -59,7 +59,8 @@ def code_linear(
             group = T.cast(i, "int64") * part
             for line in T.unroll(0, part * group_bytes, step=64):
                 ahead = T.meta_var(group * group_bytes + line + _BYTES_AHEAD)
-                prefetch(weight, (block, ahead // group_bytes, ahead % group_bytes))
+                at = T.meta_var((block, ahead // group_bytes, ahead % group_bytes))
+                prefetch(weight, at, INTO_L1)
             products.begin_part(block, group, first_row, count)
             for tile in range(count // TILE_ROWS):
                 products.add_tile(sums, tile * TILE_ROWS, TILE_ROWS, block, group, first_row)

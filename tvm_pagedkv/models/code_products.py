@@ -86,27 +86,42 @@ class ByteProducts(Panel):
         """Take the codes of a group."""
         if not self.is_packed:
             return
-        width = self.matrix.width
-        for dword in range(_DWORDS // 2):
-            for v in range(self.matrix.vectors):
-                at = v * LANES
-                codes = temp(self._dwords(block, group, dword * width + at), LANES, INT32)
-                for half, value in enumerate((codes, T.shift_right(codes, integer(4)))):
-                    low = T.bitwise_and(value, integer(0x0F0F0F0F))
-                    store(self.panel, (dword + half * (_DWORDS // 2), at), LANES, low, INT32)
+        with T.If(count > 1), T.Then():  # `_add_row` reads the weights as they are
+            for dword in range(_DWORDS // 2):
+                for v in range(self.matrix.vectors):
+                    for half, codes in enumerate(self._unpacked(block, group, dword, v)):
+                        at = (dword + half * (_DWORDS // 2), v * LANES)
+                        store(self.panel, at, LANES, codes, INT32)
 
     def _dwords(self, block, group, element):
         """A vector of dwords of the packed weights."""
         data = self.weight[block, group, ramp(element * 4, LANES * 4)]
         return T.reinterpret("int32x16", data)
 
+    def _unpacked(self, block, group, dword, v: int) -> list:
+        """A vector of dwords of codes, or two where bytes hold two: dwords of both halves."""
+        codes = self._dwords(block, group, dword * self.matrix.width + v * LANES)
+        codes = temp(codes, LANES, INT32)
+        if not self.is_packed:
+            return [codes]
+        halves = (codes, T.shift_right(codes, integer(4)))
+        return [temp(T.bitwise_and(x, integer(0x0F0F0F0F)), LANES, INT32) for x in halves]
+
     def _codes(self, block, group, dword, v: int):
         if self.is_packed:
             return load(self.panel, (dword, v * LANES), LANES, INT32)
         return self._dwords(block, group, dword * self.matrix.width + v * LANES)
 
+    def _x_bytes(self, row, group, at):
+        """Four bytes of a row as a dword."""
+        value = T.reinterpret(INT32, self.x_codes[row, group, ramp(at, 4)])
+        return temp(value, 1, INT32)
+
     def add_tile(self, sums, row, num_rows: int, block, group, first_row) -> None:
         """Add the products with `num_rows` rows to their sums."""
+        if num_rows == 1:
+            self._add_row(sums, row, block, group, first_row)
+            return
         tile = [(r, v) for r in range(num_rows) for v in range(self.matrix.vectors)]
         totals = {at: Register(LANES, INT32, integer(0)) for at in tile}
         rows = [temp(first_row + row + r, 1, "int64") for r in range(num_rows)]
@@ -118,9 +133,7 @@ class ByteProducts(Panel):
                     for v in range(self.matrix.vectors)
                 ]
                 for r in range(num_rows):
-                    at = ramp(dword * 4 + first, 4)
-                    value = T.reinterpret(INT32, self.x_codes[rows[r], group, at])
-                    value = temp(value, 1, INT32)
+                    value = self._x_bytes(rows[r], group, dword * 4 + first)
                     for v, code in enumerate(codes):
                         totals[r, v].set(self.dots.dot(totals[r, v].get(), code, value))
 
@@ -133,16 +146,49 @@ class ByteProducts(Panel):
                     total = total + broadcast(offset, LANES)
                 totals[r, v].set(total)
         add_bytes(GROUP)
+        totals = {at: total.get() for at, total in totals.items()}
+        self._add_totals(sums, row, num_rows, (block, group, first_row), totals)
+
+    def _add_row(self, sums, row, block, group, first_row) -> None:
+        """Add the products with one row, in decode.
+
+        High and low bytes have sums of their own: twice as many chains of dot products, which do
+        not wait for each other, and each code is read and unpacked once.
+        """
+        vectors, x_row = range(self.matrix.vectors), temp(first_row + row, 1, "int64")
+        sums_of = [[Register(LANES, INT32, integer(0)) for v in vectors] for part in range(2)]
+        halves = 2 if self.is_packed else 1
+        for dword in range(_DWORDS // halves):
+            codes = [self._unpacked(block, group, dword, v) for v in vectors]
+            for half in range(halves):
+                at = (dword + half * (_DWORDS // halves)) * 4
+                for part, first in enumerate((0, GROUP)):
+                    value = self._x_bytes(x_row, group, at + first)
+                    for v in vectors:
+                        total = sums_of[part][v]
+                        total.set(self.dots.dot(total.get(), codes[v][half], value))
+        totals = {}
+        offset = self.x_sums[x_row, group] * T.int32(-self.matrix.format.zero)
+        for v, (high, low) in enumerate(zip(*sums_of, strict=True)):
+            total = T.shift_left(high.get(), integer(8)) + low.get()
+            if self.matrix.format.zero:
+                total = total + broadcast(offset, LANES)
+            totals[0, v] = total
+        self._add_totals(sums, row, 1, (block, group, first_row), totals)
+
+    def _add_totals(self, sums, row, num_rows: int, part, totals) -> None:
+        """Add the products of integers, times their scales, to the sums of some rows."""
+        block, group, first_row = part
         for v in range(self.matrix.vectors):
             scale = self.scale(block, group, v)
             minimum = self.minimum(block, group, v) if self.matrix.format.has_minima else None
             for r in range(num_rows):
-                at = (row + r, v * LANES)
-                x_scale = temp(self.x_scales[rows[r], group])
-                number = T.cast(totals[r, v].get(), "float32x16")
+                at, x_row = (row + r, v * LANES), first_row + row + r
+                x_scale = temp(self.x_scales[x_row, group])
+                number = T.cast(totals[r, v], "float32x16")
                 total = load(sums, at, LANES) + number * (scale * broadcast(x_scale, LANES))
                 if minimum is not None:
-                    x_sum = x_scale * T.cast(self.x_sums[rows[r], group], F32)
+                    x_sum = x_scale * T.cast(self.x_sums[x_row, group], F32)
                     total = total + minimum * broadcast(x_sum, LANES)
                 store(sums, at, LANES, total)
 

@@ -45,6 +45,8 @@ FAMILIES = {
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "olmo2": {},
 }
+# Families whose logits test_models_families.py compares, and whose weights test_gguf.py does.
+SLOW = ("olmo3, yarn", "smollm3", "cohere2", "exaone4", "exaone4, no windows")
 KEYS = {"gemma3_text": {".attention.sliding_window_pattern": [True, False]}}
 
 
@@ -62,7 +64,14 @@ def assert_same_logits(theirs, file, num_tokens: int) -> None:
     np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "gemma2 27B"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+        if case != "gemma2 27B"
+    ],
+)
 def test_rotations_windows_and_biases(case, tmp_path):
     model_type, fields, keys, tensors = CASES[case]
     fields = SHAPE | {"initializer_range": 0.15} | fields

@@ -111,6 +111,60 @@ def test_qwen_has_windows_only_where_they_are_on():
     assert config_of("Qwen3ForCausalLM").head_dim == 128
 
 
+NONE = RopeConfig(mode="none")
+WINDOW = LayerSpec("mha_sliding", 512, rope=RopeConfig(theta=5e4, rotary_dim=16))
+
+
+def test_olmo3_scales_the_rotation_of_layers_without_a_window():
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    old = config_of("Olmo3ForCausalLM", sliding_window=512, rope_theta=5e4, rope_scaling=scaling)
+    full = LayerSpec(rope=RopeConfig(theta=5e4, rotary_dim=16, scaling=scaling))
+    assert old.layers == (*[WINDOW] * 3, full, *[WINDOW] * 2)
+    assert config_of("Olmo3ForCausalLM").layers[3].rope.theta == 5e5
+
+
+def test_cohere2_of_older_files():
+    old = config_of(
+        "Cohere2ForCausalLM", sliding_window=512, sliding_window_pattern=3, rope_theta=5e4
+    )
+    full = LayerSpec(rope=NONE)
+    assert old.layers == (WINDOW, WINDOW, full) * 2
+    assert old.tied_embeddings and old.scales.logits == 0.0625 and old.norm_eps == 1e-5
+
+
+@pytest.mark.parametrize("pattern", ["LLG", 3])
+def test_exaone4_by_its_pattern(pattern):
+    fields = {"sliding_window_pattern": pattern, "rope_theta": 5e4}
+    config = config_of("Exaone4ForCausalLM", sliding_window=512, **fields)
+    assert config.layers == (WINDOW, WINDOW, LayerSpec(rope=NONE)) * 2
+    plain = config_of("Exaone4ForCausalLM", sliding_window=None, rope_theta=5e4)
+    assert plain.layers == (LayerSpec(rope=WINDOW.rope),) * 6
+    with pytest.raises(ValueError, match="sliding_window_pattern must be a positive integer"):
+        config_of("Exaone4ForCausalLM", sliding_window=512, sliding_window_pattern="LXG")
+
+
+def test_smollm3_says_which_layers_rotate():
+    rotated, plain = LayerSpec(rope=RopeConfig(theta=2e6, rotary_dim=16)), LayerSpec(rope=NONE)
+    assert config_of("SmolLM3ForCausalLM").layers == (*[rotated] * 3, plain, *[rotated] * 2)
+    listed = config_of("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 1, 1, 0, 0, 1])
+    assert listed.layers == (plain, *[rotated] * 4, plain)
+    windows = {"use_sliding_window": True, "sliding_window": 512, "no_rope_layer_interval": 3}
+    config = config_of("SmolLM3ForCausalLM", **windows)
+    assert [layer.window for layer in config.layers] == [None, None, 512] * 2
+    for wrong in ([1, 1], [2] * 6, "110110"):
+        with pytest.raises(ValueError, match="no_rope_layers must list 0 or 1 for 6 layers"):
+            config_of("SmolLM3ForCausalLM", no_rope_layers=wrong)
+
+
+def test_proportional_rotation_is_of_the_whole_head():
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    (layer, *_) = config_of("LlamaForCausalLM", rope_parameters=rope).layers
+    assert layer.rope.rotary_dim == 16
+    assert layer.rope.scaling_dict["partial_rotary_factor"] == 0.25
+    with pytest.raises(ValueError, match="must be a number from 0 to 1, got 1.5"):
+        config_of("LlamaForCausalLM", rope_parameters=rope | {"partial_rotary_factor": 1.5})
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_type_will_do(name):
     model_type, _ = FAMILIES[name]
@@ -295,6 +349,8 @@ def test_a_layer_of_each_kind_has_its_own_cache_rows():
     assert cache.logit_softcap == 50.0 and cache.sliding_window is False
     inline = cache_config(config, replace(options, sliding_window=True))
     assert {layer.rope.mode for layer in inline.layers} == {"inline"}
+    some = cache_config(config_of("SmolLM3ForCausalLM"), replace(options, sliding_window=True))
+    assert [layer.rope.mode for layer in some.layers[2:4]] == ["inline", "none"]
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ FAMILIES = {
     "cohere2": WIDE | BOTH_KINDS | {"rope_parameters": DEFAULT, "logit_scale": 0.25},
     "exaone4": NARROW | BOTH_KINDS | {"rope_parameters": DEFAULT},
 }
+SLOW_COHERE2 = pytest.param("cohere2", marks=pytest.mark.slow)
 # What makes a family what it is: with another value the logits must be others, or the tests of
 # the family would not notice it.
 OTHER_VALUES = [
@@ -148,6 +149,23 @@ def test_int8_pages_are_close(family, tmp_path):
     found = [model.logits(cache, [0], [chunk])[0] for chunk in np.split(tokens, [5, 18, 40])]
     error = np.concatenate(found) - expected
     assert 0 < error.std() < 0.05 * expected.std()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["smollm3", "cohere2"])
+def test_with_rotation_when_rows_are_read(family, tmp_path):
+    """As models run whose sequences may have windows: RoPE inline beside layers without it."""
+    theirs = write_checkpoint(tmp_path, family, FAMILIES[family])
+    model = DecoderModel.from_pretrained(
+        tmp_path, "float32", page_size=PAGE_SIZE, sliding_window=True
+    )
+    (tokens,) = random_tokens(0, 30)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    cache = model.create_cache(1, 64, 64)
+    cache.add_sequence(0)
+    found = [model.logits(cache, [0], [chunk])[0] for chunk in np.split(tokens, [5, 18, 29])]
+    assert_close(np.concatenate(found), expected)
 
 
 @pytest.mark.parametrize(("family", "other"), OTHER_VALUES, ids=str)
@@ -280,7 +298,7 @@ def test_workers_share_a_model(tmp_path):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2", SLOW_COHERE2])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_prompts_reuse_pages_of_layers_with_windows(family, stages, tmp_path):
     """The windows of some prompts are gone when others begin; stages differ in what they have."""

@@ -20,6 +20,10 @@ ARCHITECTURES = {
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "cohere2": gguf.MODEL_ARCH.COHERE2,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
 }
 
 
@@ -91,7 +95,11 @@ def _keys(fields: dict[str, Any]) -> dict[str, Any]:
         ".attn_logit_softcapping": fields.get("attn_logit_softcapping"),
         ".final_logit_softcapping": fields.get("final_logit_softcapping"),
     }
-    if fields["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    if fields["model_type"] == "cohere2":
+        del found[".attention.layer_norm_rms_epsilon"]
+        found[".attention.layer_norm_epsilon"] = fields["layer_norm_eps"]
+        found[".logit_scale"] = fields["logit_scale"]
+    if fields["model_type"] in ("gemma2", "gemma3_text", "phi3", "olmo3", "cohere2", "exaone4"):
         found[".attention.sliding_window"] = fields.get("sliding_window")
     return {key: value for key, value in found.items() if value is not None}
 
@@ -126,7 +134,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _as_llama_cpp_has_it(name: str, tensor: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
     if fields["model_type"].startswith("gemma") and name.endswith("norm.weight"):
         return tensor + 1
-    if fields["model_type"] == "llama" and ("q_proj" in name or "k_proj" in name):
+    if fields["model_type"] in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
         heads = fields["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)

@@ -42,6 +42,8 @@ def llama3_factors(scaling: dict, dim: int) -> np.ndarray:
     return np.float32(factors)
 
 
+BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+
 # Model type, fields of config.json, and what only a GGUF file has: keys and tensors.
 CASES = {
     "llama": ("llama", {}, {}, {}),
@@ -129,4 +131,40 @@ CASES = {
     ),
     "phi3, window": ("phi3", {"sliding_window": 9}, {}, {}),
     "olmo2": ("olmo2", {}, {}, {}),
+    "olmo3, yarn": (
+        "olmo3",
+        {
+            **BOTH_KINDS,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                    "rope_theta": 5e5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        {
+            ".attention.sliding_window_pattern": [True, False],
+            ".rope.scaling.type": "yarn",
+            ".rope.scaling.factor": 8.0,
+            ".rope.scaling.original_context_length": 32,
+        },
+        {},
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}, {}, {}),
+    "cohere2": (
+        "cohere2",
+        {**BOTH_KINDS, "num_hidden_layers": 4, "layer_types": None, "logit_scale": 0.5},
+        {".rope.scaling.type": "none", ".rope.dimension_count": 16},
+        {},
+    ),
+    "exaone4": ("exaone4", BOTH_KINDS, {".attention.sliding_window_pattern": [True, False]}, {}),
+    "exaone4, no windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        {},
+        {},
+    ),
 }

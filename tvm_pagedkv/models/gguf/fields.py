@@ -75,6 +75,7 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
         metadata.of_model(unused, float, None)
     metadata.of_model("rope.scaling.finetuned", bool, None)
     rotary_dim = metadata.of_model("rope.dimension_count", int, head_dim)
+    norm = "layer_norm" if metadata.architecture == "cohere2" else "layer_norm_rms"
     return {
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden_size,
@@ -84,7 +85,7 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
         "num_key_value_heads": metadata.of_model("attention.head_count_kv", int, num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.of_model("context_length", int),
-        "rms_norm_eps": metadata.of_model("attention.layer_norm_rms_epsilon", float),
+        "rms_norm_eps": metadata.of_model(f"attention.{norm}_epsilon", float),
         "rope_theta": metadata.of_model("rope.freq_base", float, 10000.0),
         "partial_rotary_factor": rotary_dim / max(head_dim, 1),
         "tie_word_embeddings": "output.weight" not in shapes,
@@ -168,12 +169,40 @@ def _gemma3(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
         "rope_local_base_freq": metadata.of_model("rope.freq_base_swa", float, 10000.0),
         "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, None),
     }
+    return {**own, **_layer_types(metadata, 6)}
+
+
+def _layer_types(metadata: Metadata, default: int) -> Fields:
+    """Return which layers have a window: a flag for each, or all but each nth."""
     key = "attention.sliding_window_pattern"
-    if isinstance(metadata.of_model(key, object, 6), list):  # whether each layer has a window
+    if isinstance(metadata.of_model(key, object, default), list):
         has_window = metadata.of_model(key, list)
         names = ("full_attention", "sliding_attention")
-        return {**own, "layer_types": [names[bool(each)] for each in has_window]}
-    return {**own, "sliding_window_pattern": metadata.of_model(key, int, 6)}
+        return {"layer_types": [names[bool(each)] for each in has_window]}
+    return {"sliding_window_pattern": metadata.of_model(key, int, default)}
+
+
+def _olmo(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    """Return what OLMo 3 has beyond OLMo 2: windows, in three layers of four."""
+    window = metadata.of_model("attention.sliding_window", int, 0)
+    if not window:
+        return {}
+    windows = {"sliding_window": window, **_layer_types(metadata, 4)}
+    return {"architectures": ["Olmo3ForCausalLM"], **windows}
+
+
+def _cohere2(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    return {
+        "layer_norm_eps": fields["rms_norm_eps"],
+        "logit_scale": metadata.of_model("logit_scale", float),
+        "sliding_window": metadata.of_model("attention.sliding_window", int),
+        **_layer_types(metadata, 4),
+    }
+
+
+def _exaone4(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    window = metadata.of_model("attention.sliding_window", int, 0) or None
+    return {"sliding_window": window, **(_layer_types(metadata, 4) if window else {})}
 
 
 def _gemma(metadata: Metadata, fields: Fields) -> Fields:
@@ -197,5 +226,8 @@ ARCHITECTURES: dict[str, tuple[str, Callable[..., Fields]]] = {
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "phi3": ("Phi3ForCausalLM", _phi3),
-    "olmo2": ("Olmo2ForCausalLM", _plain),
+    "olmo2": ("Olmo2ForCausalLM", _olmo),
+    "smollm3": ("SmolLM3ForCausalLM", _plain),
+    "cohere2": ("Cohere2ForCausalLM", _cohere2),
+    "exaone4": ("Exaone4ForCausalLM", _exaone4),
 }

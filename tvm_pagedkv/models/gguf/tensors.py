@@ -39,6 +39,7 @@ _LAYER_OF = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "olmo2": _LAYER | _NORMS_AFTER,
+    "exaone4": _LAYER | _NORMS_AFTER,
     "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _FLOATS = ("F32", "F16", "BF16")
@@ -69,8 +70,8 @@ class GgufTensors:
             if name not in _ROPE_FACTORS:
                 self._names[_name(name, architecture, file)] = name
         self._has_offset = architecture.startswith("gemma")
-        # llama.cpp rotates adjacent pairs in this architecture, so Q and K are permuted.
-        is_permuted = architecture == "llama"
+        # llama.cpp rotates adjacent pairs in these architectures, so Q and K are permuted.
+        is_permuted = architecture in ("llama", "smollm3")
         self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if is_permuted else {}
 
     def names(self) -> list[str]:

@@ -25,9 +25,9 @@ struct CheckpointLayout {
     int64_t item_bytes = 1;
     int64_t codec_page_bytes = 0;  // of a page of codes and scales; 0 without a codec
     // Of recurrent layers and short convolutions, whose rows have a width of `qk_head_dim`.
-    std::string details;               // their shape, as text
-    int64_t interval = 0;              // positions from one kept state to the next; 0: no states
-    std::vector<int64_t> state_shape;  // [num_heads, key_dim, value_dim]
+    std::string details = {};  // their shape, as text
+    int64_t interval = 0;      // positions from one kept state to the next; 0: no states
+    std::vector<int64_t> state_shape = {};  // [num_heads, key_dim, value_dim]
 
     bool is_attention() const { return details.empty(); }
     bool has_one_row() const { return kind == "mla" || !is_attention(); }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bytes.h"
+#include "state/sequences/page_geometry.h"
 
 namespace pagedkv {
 
@@ -20,6 +21,8 @@ struct Sizes {
   int32_t page_size;
   std::vector<int32_t> num_pages;
   std::vector<int64_t> windows;
+  std::vector<StateGroup> state_groups;
+  std::vector<int32_t> num_states;
 
   explicit Sizes(Bytes* bytes) {
     page_size = 1 << bytes->Between(0, 3);
@@ -28,6 +31,11 @@ struct Sizes {
       num_pages.push_back(static_cast<int32_t>(bytes->Between(1, 40)));
       windows.push_back(bytes->Next() % 2 ? bytes->Between(1, 20) : 0);
     }
+    if (num_groups == 0 || bytes->Next() % 2) return;
+    windows.back() = 0;  // of ingredients
+    state_groups.push_back(
+        {static_cast<int32_t>(num_groups) - 1, page_size << bytes->Between(0, 2)});
+    num_states.push_back(static_cast<int32_t>(bytes->Between(1, 24)));
   }
 };
 
@@ -44,6 +52,13 @@ struct Tokens {
     parents.resize(length > num_committed() ? length - num_committed() : 0);
     all.resize(length);
     has_dropped = has_dropped && length > num_sinks;
+  }
+  /*! \brief The token before a new row behind a node, or behind all rows (-1); 0: none. In a tree,
+   * -1 is the last committed row. */
+  int32_t Before(int64_t parent, bool is_node) const {
+    if (parent >= 0) return all[num_committed() + parent];
+    const size_t end = is_node ? num_committed() : all.size();
+    return end > 0 ? all[end - 1] : 0;
   }
   void Slide() {
     if (num_held == 0 || all.size() <= num_held) return;

@@ -32,7 +32,7 @@ CheckpointLayout DrawLayout(Bytes* bytes) {
   const std::string rope = RopeText(bytes->Next() % 2 ? "normal" : "none", 1e4, 1, "");
   const int64_t num_layers = bytes->Between(1, 3);
   for (int64_t i = 0; i < num_layers; ++i) {
-    const int64_t kind = bytes->Between(0, 2), type = bytes->Between(0, 2);
+    const int64_t kind = bytes->Between(0, 4), type = kind > 2 ? 1 : bytes->Between(0, 2);
     const char* const types[] = {"float16", "float32", "int8"};
     const int64_t item_bytes[] = {2, 4, 1};
     const int64_t page_bytes = type == 2 ? 64 * layout.page_size : 0;
@@ -44,6 +44,13 @@ CheckpointLayout DrawLayout(Bytes* bytes) {
     if (kind == 0) add("mha", 0, 2, 8, 8, rope);
     if (kind == 1) add("mha_sliding", bytes->Between(1, 9), 2, 8, 8, rope);
     if (kind == 2) add("mla", 0, 1, 24, 16, "");
+    if (kind == 3) add("conv", bytes->Between(2, 4), 1, 24, 24, "");
+    if (kind == 4) add("recurrent", 0, 1, 20, 20, "");
+    CheckpointLayout::Layer& layer = layout.layers.back();
+    if (kind > 2) layer.details = "num_heads=2";
+    if (kind < 4) continue;
+    layer.state_shape = {2, 3, 4};
+    layer.interval = layer.window = layout.page_size << bytes->Between(0, 2);
   }
   return layout;
 }
@@ -108,11 +115,17 @@ void Edit(std::string* text, Bytes* bytes) {
 
 /*! \brief Metadata of a drawn sequence, mostly right ones. */
 std::string DrawText(const CheckpointLayout& layout, Bytes* bytes, int64_t* num_edits) {
-  SequenceState state{bytes->Between(0, kMaxLength), {}};
+  SequenceState state{bytes->Between(0, kMaxLength), {}, {}};
   const int64_t num_pages = (state.length + layout.page_size - 1) / layout.page_size;
   for (const CheckpointLayout::Layer& layer : layout.layers) {
     const bool has_slid = layer.window > 0 || bytes->Next() % 16 == 1;
     state.first_pages.push_back(has_slid ? bytes->Between(0, num_pages) : 0);
+  }
+  for (const CheckpointLayout::Layer& layer : layout.layers) {
+    if (layer.interval == 0) continue;
+    state.state_lengths.push_back(bytes->Between(0, state.length));
+    const int64_t num_full = state.state_lengths.back() / layer.interval;
+    state.first_pages.push_back(bytes->Between(0, num_full));
   }
   std::string text = WriteMetadata(layout, bytes->Next(), state);
   if (bytes->Next() % 4 == 1) MakeStock(&text, layout);
@@ -128,7 +141,7 @@ class World {
   World(const CheckpointLayout& layout, Bytes* bytes)
       : layout_(layout),
         table_(kMaxSequences, static_cast<int32_t>(layout.page_size), NumPages(layout, bytes),
-               Windows(layout)),
+               Windows(layout), StateGroups(layout), NumStates(layout, bytes)),
         imports_(&table_) {}
 
   void Apply(Bytes* bytes) {
@@ -166,7 +179,9 @@ class World {
   void End() {
     while (table_.num_sequences() > 0) table_.Remove(table_.sequences().begin()->first);
     FUZZ_CHECK(table_.total_length() == 0);
-    for (int32_t g = 0; g < table_.num_groups(); ++g) FUZZ_CHECK(table_.pool(g).num_used() == 0);
+    for (int32_t p = 0; p < table_.geometry().num_pools(); ++p) {
+      FUZZ_CHECK(table_.pool(p).num_used() == 0);
+    }
   }
 
  private:
@@ -187,6 +202,23 @@ class World {
     return windows;
   }
 
+  static std::vector<StateGroup> StateGroups(const CheckpointLayout& layout) {
+    std::vector<StateGroup> groups;
+    for (size_t i = 0; i < layout.layers.size(); ++i) {
+      const int64_t interval = layout.layers[i].interval;
+      if (interval > 0) groups.push_back({static_cast<int32_t>(i), interval});
+    }
+    return groups;
+  }
+
+  static std::vector<int32_t> NumStates(const CheckpointLayout& layout, Bytes* bytes) {
+    std::vector<int32_t> numbers;
+    for (size_t i = 0; i < StateGroups(layout).size(); ++i) {
+      numbers.push_back(static_cast<int32_t>(bytes->Between(1, 20)));
+    }
+    return numbers;
+  }
+
   State Look() const {
     State state{{table_.total_length(), table_.num_sequences(), imports_.num_importing()}};
     std::set<int64_t> ids;
@@ -197,9 +229,13 @@ class World {
                        sequence.window.num_sinks, sequence.window.num_dropped});
       state.emplace_back(sequence.first_pages);
       for (const auto& pages : sequence.pages) state.emplace_back(pages.begin(), pages.end());
+      for (const SequenceStates& states : sequence.states) {
+        state.push_back({states.length, states.first_page});
+        state.emplace_back(states.pages.begin(), states.pages.end());
+      }
     }
-    for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      const std::vector<int32_t>& free = table_.pool(g).free_pages();
+    for (int32_t p = 0; p < table_.geometry().num_pools(); ++p) {
+      const std::vector<int32_t>& free = table_.pool(p).free_pages();
       state.emplace_back(free.begin(), free.end());
     }
     return state;
@@ -223,31 +259,32 @@ class World {
     FUZZ_CHECK(num_edits > 0 || writer.Text() == layout_.Text());
     const SequenceState again = ReadMetadata(WriteMetadata(layout_, 0, state), layout_);
     FUZZ_CHECK(again.length == state.length && again.first_pages == state.first_pages);
+    FUZZ_CHECK(again.state_lengths == state.state_lengths);
     return state;
   }
 
   void Import(Bytes* bytes) {
     std::vector<ImportedSequence> imported;
     const int64_t count = bytes->Between(1, 3);
-    std::vector<int64_t> num_numbers(layout_.num_layers(), 0);  // of each group
+    const int32_t num_pools = table_.geometry().num_pools();
+    std::vector<int64_t> num_numbers(num_pools, 0);
     for (int64_t i = 0; i < count; ++i) {
       SequenceState state = Read(bytes);
       const int64_t id = bytes->Around(0, kMaxId);
-      imported.push_back({id, state.length, state.first_pages, {}});
+      imported.push_back({id, state.length, state.first_pages, {}, state.state_lengths});
       // Some first pages are those of the sequences before; the others follow.
       const int64_t num_shared = bytes->Between(0, 8);
-      for (int64_t g = 0; g < layout_.num_layers(); ++g) {
+      for (int32_t p = 0; p < num_pools; ++p) {
         std::vector<int64_t> numbers;
-        for (int64_t page = state.first_pages[g]; page < table_.geometry().PagesFor(state.length);
-             ++page) {
+        for (int64_t n = imports_.NumPages(imported.back(), p); n > 0; --n) {
           const auto k = static_cast<int64_t>(numbers.size());
-          numbers.push_back(k < num_shared && k < num_numbers[g] ? k : num_numbers[g]++);
+          numbers.push_back(k < num_shared && k < num_numbers[p] ? k : num_numbers[p]++);
         }
         if (bytes->Next() % 16 == 1) Disturb(&numbers, bytes);
         imported.back().page_numbers.push_back(std::move(numbers));
       }
     }
-    imports_.Begin(imported, layout_.layers.size());
+    imports_.Begin(imported, layout_.LayersOfGroups().size());
     Compare(imported);
     const int64_t id = imported[0].id;
     if (bytes->Next() % 4 > 0) imports_.Finish(id);
@@ -269,14 +306,18 @@ class World {
     for (const ImportedSequence& expected : imported) {
       const Sequence& sequence = table_.Peek(expected.id);
       FUZZ_CHECK(sequence.length == expected.length && sequence.import != nullptr);
-      FUZZ_CHECK(sequence.first_pages == expected.first_pages);
-      for (int64_t g = 0; g < table_.num_groups(); ++g) {
-        const std::vector<int64_t>& numbers = expected.page_numbers[g];
-        FUZZ_CHECK(sequence.pages[g].size() == numbers.size());
+      for (int32_t p = 0; p < table_.geometry().num_pools(); ++p) {
+        const int32_t s = p - table_.num_groups();
+        const auto& pages = s < 0 ? sequence.pages[p] : sequence.states[s].pages;
+        const int64_t first = s < 0 ? sequence.first_pages[p] : sequence.states[s].first_page;
+        FUZZ_CHECK(first == expected.first_pages[p]);
+        FUZZ_CHECK(s < 0 || sequence.states[s].length == expected.state_lengths[s]);
+        const std::vector<int64_t>& numbers = expected.page_numbers[p];
+        FUZZ_CHECK(pages.size() == numbers.size());
         for (size_t k = 0; k < numbers.size(); ++k) {
-          const size_t place = expected.first_pages[g] + k;
-          FUZZ_CHECK(sequence.pages[g][k] == import.pages[g].at(numbers[k]));
-          FUZZ_CHECK(place_of.try_emplace({g, numbers[k]}, place).first->second == place);
+          const size_t place = first + k;
+          FUZZ_CHECK(pages[k] == import.pages[p].at(numbers[k]));
+          FUZZ_CHECK(place_of.try_emplace({p, numbers[k]}, place).first->second == place);
         }
       }
     }

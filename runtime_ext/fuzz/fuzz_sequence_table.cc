@@ -9,6 +9,8 @@
  * lookup by tokens reuses must hold just these. Some steps end without some of their layers: such
  * rows, and what was computed from them, must never be found.
  *
+ * Some worlds have recurrent layers, whose states are hashes of the tokens before a position.
+ *
  * Two worlds do the same. In one, steps advance where they can; in the other each step is planned
  * anew. All arrays and all of the state must be equal.
  */
@@ -21,7 +23,9 @@
 
 #include "base/error.h"
 #include "bytes.h"
+#include "drawn_step.h"
 #include "expected_tokens.h"
+#include "hashed_states.h"
 #include "paged_tokens.h"
 #include "state/plans/commit_plan.h"
 #include "state/plans/forward_plan.h"
@@ -39,10 +43,12 @@ constexpr int64_t kMaxNewPages = 8;  // until the arrays of a batch are written 
 class World {
  public:
   World(const Sizes& sizes, bool advances)
-      : table_(kMaxSequences, sizes.page_size, sizes.num_pages, sizes.windows),
+      : table_(kMaxSequences, sizes.page_size, sizes.num_pages, sizes.windows, sizes.state_groups,
+               sizes.num_states),
         plan_(&table_, kChunk),
         advances_(advances),
-        pages_(&table_, sizes) {
+        pages_(&table_, sizes),
+        states_(&table_, sizes) {
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
       if (sizes.num_pages[g] % 2) plan_.SharePrefixes(g, /*min_saved_positions=*/2);
     }
@@ -60,7 +66,7 @@ class World {
     } catch (const Error& error) {
       FUZZ_CHECK(StateOf(table_) == before);
       const bool is_reclaimed = std::string(error.what()).find("reclaimed") != std::string::npos;
-      FUZZ_CHECK(!is_reclaimed || HasReclaimed());
+      FUZZ_CHECK(!is_reclaimed || HasReclaimed() || states_.is_used());  // a hit takes few states
       expected_ = expected;
     }
     Check();
@@ -68,8 +74,8 @@ class World {
 
  private:
   bool HasReclaimed() const {
-    for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      if (table_.pool(g).num_reclaimed() > 0) return true;
+    for (int32_t p = 0; p < table_.geometry().num_pools(); ++p) {
+      if (table_.pool(p).num_reclaimed() > 0) return true;
     }
     return false;
   }
@@ -99,7 +105,8 @@ class World {
           table_.Clear();
           expected_.clear();
         } else {
-          for (int32_t g = 0; g < table_.num_groups(); ++g) table_.pool(g).ShuffleFree(id);
+          for (int32_t p = 0; p < table_.geometry().num_pools(); ++p)
+            table_.pool(p).ShuffleFree(id);
         }
         break;
       case 6:
@@ -147,6 +154,7 @@ class World {
   void EnableWindow(int64_t id, Bytes* bytes) {
     const int64_t size = bytes->Around(1, 24), num_sinks = bytes->Around(0, 6);
     const bool includes_self = bytes->Next() % 2;
+    if (states_.is_used()) return;  // caches do not allow both
     table_.EnableWindow(id, size, num_sinks, includes_self);
     Tokens& tokens = expected_.at(id);
     tokens.num_held = size - (includes_self ? 1 : 0);
@@ -186,7 +194,7 @@ class World {
   /*! \brief Does what debug_set_kv does; the copies may fail. */
   void Overwrite(int64_t id, Bytes* bytes) {
     Sequence& sequence = table_.At(id);
-    if (sequence.length == 0) return;
+    if (sequence.length == 0 || states_.is_used()) return;  // states would not follow
     const int64_t begin = bytes->Next() % sequence.length;
     const int64_t end = begin + 1 + bytes->Next() % (sequence.length - begin);
     const bool fails = bytes->Next() % 4 == 0;
@@ -251,25 +259,8 @@ class World {
   }
 
   void Step(Bytes* bytes) {
-    std::vector<int64_t> ids, lengths;
-    const int64_t batch = bytes->Between(0, 4);
-    const bool is_decode = bytes->Next() % 2;
-    for (int64_t i = 0; i < batch; ++i) {
-      ids.push_back(bytes->Around(0, kMaxId));
-      lengths.push_back(is_decode ? 1 : bytes->Around(1, kChunk / 2));
-    }
-    if (bytes->Next() % 16 == 0) lengths.push_back(1);
-    std::vector<int64_t> parents;
-    const bool has_trees = bytes->Next() % 4 == 0;
-    for (int64_t i = 0; has_trees && i < batch; ++i) {
-      const int64_t first = NumNodesOf(ids[i]);
-      for (int64_t n = 0; n < std::min<int64_t>(lengths[i], kChunk); ++n) {
-        const bool is_chain = bytes->Next() % 2;
-        const int64_t last = std::min<int64_t>(first + n - 1, 200);
-        parents.push_back(is_chain ? first + n - 1 : bytes->Around(-1, last));
-      }
-    }
-    RunStep(ids, lengths, has_trees ? std::optional(parents) : std::nullopt, bytes);
+    const DrawnStep step(bytes, kMaxId, kChunk, [this](int64_t id) { return NumNodesOf(id); });
+    RunStep(step.ids, step.lengths, step.parents, bytes);
   }
 
   /*! \brief Some steps of the sequences of the last one, with nothing in between. */
@@ -312,6 +303,9 @@ class World {
     pages_.Copy(plan_.copies());
     if (end == 0) return plan_.Release();  // as after a failed copy
 
+    std::vector<uint32_t> found;  // the state behind each row, where the recurrent layer is called
+    const bool is_left_out = skipping_groups >> std::max(table_.num_groups() - 1, 0) & 1;
+    if (states_.is_used() && !is_left_out) found = states_.Scan(plan_, &pages_, last_token_ + 1);
     last_ids_ = ids;
     arrays_.Fill(plan_, table_.num_groups());
     if (!plan_.is_advanced()) plan_.AllowAdvance(kMaxNewPages);
@@ -332,6 +326,11 @@ class World {
       for (int64_t n = 0; n < lengths[i]; ++n, ++row) {
         const int64_t parent = has_trees ? (*parents)[row] : -1;
         absent_.Add(++last_token_, is_written, tokens, parent);
+        if (states_.is_used()) {
+          states_.Add(last_token_, tokens.Before(parent, has_trees));
+          const bool is_right = !found.empty() && found[row] == states_.Of(last_token_);
+          FUZZ_CHECK(is_right || absent_.IsTainted(last_token_));
+        }
         tokens.all.push_back(last_token_);
         if (has_trees) tokens.parents.push_back(parent);
         for (int32_t g = 0; g < table_.num_groups(); ++g) {
@@ -361,6 +360,9 @@ class World {
         const bool is_marked = sequence.window.TextPosition(i) >= sequence.first_unwritten;
         FUZZ_CHECK(is_marked || !absent_.IsTainted(tokens.all[i]));
       }
+      states_.Visit(sequence, tokens.all, [this](int32_t token, uint32_t state) {
+        FUZZ_CHECK(state == states_.Of(token) || absent_.IsTainted(token));
+      });
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
         for (int64_t i = table_.geometry().FirstPosition(sequence, g); i < sequence.length; ++i) {
           const int32_t held = pages_.Of(sequence, g, i);
@@ -377,6 +379,7 @@ class World {
   std::vector<int64_t> last_ids_;       // of its sequences
   std::map<int64_t, Tokens> expected_;  // by sequence
   PagedTokens pages_;
+  HashedStates states_;
   std::vector<std::vector<int32_t>> texts_;  // whose pages may be found
   AbsentRows absent_;
   int32_t last_token_ = 0;

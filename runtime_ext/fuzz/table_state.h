@@ -32,8 +32,12 @@ inline TableState StateOf(const SequenceTable& table) {
     state.emplace_back(sequence.first_pages);
     for (const auto& pages : sequence.pages) state.emplace_back(pages.begin(), pages.end());
     for (const PageHistory& history : sequence.histories) state.push_back({history.size()});
+    for (const SequenceStates& states : sequence.states) {
+      state.push_back({states.length, states.first_page, states.history.size()});
+      state.emplace_back(states.pages.begin(), states.pages.end());
+    }
   }
-  for (int32_t g = 0; g < table.num_groups(); ++g) {
+  for (int32_t g = 0; g < table.geometry().num_pools(); ++g) {
     const std::vector<int32_t>& free = table.pool(g).free_pages();
     state.emplace_back(free.begin(), free.end());
     const std::vector<int32_t> cached = table.pool(g).cached_pages().List();

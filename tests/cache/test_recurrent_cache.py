@@ -13,6 +13,7 @@ import tvm
 import tvm_pagedkv as pkv
 from tvm_pagedkv.cache.page_map import PageMap
 
+from ..support.permissive_steps import permissive_step
 from ..support.recurrent_world import World
 
 
@@ -74,6 +75,29 @@ def test_a_state_has_the_same_bits_however_its_tokens_came():
     for seq_id in (2, 3):
         for i in world.layers:
             assert np.array_equal(outputs[seq_id][i], outputs[0][i][-1:]), (seq_id, i)
+
+
+@pytest.mark.parametrize("parents", [None, [-1, 0]])
+def test_a_step_without_the_layer_leaves_no_state(parents):
+    """Also none of the positions before it, which the step would have computed again."""
+    world = World(3, "float32", checkpoint_tokens=8)
+    cache, layer, tokens = world.cache, world.layers[1], world.tokens(30)
+    cache.add_sequence(0)
+    with permissive_step(cache, [0], [7]):
+        layer.run(cache, 1, tokens[:7])
+        for i in (2, 4):
+            world.layers[i].run(cache, i, tokens[:7])
+        for i in (0, 3):
+            cache.attention(i, np.zeros((7, 4, 16), "float32"))
+    cache.pop_n(0, 2)
+    with permissive_step(cache, [0], [2], parents):
+        pass
+    cache.check_integrity()
+    cache.pop_n(0, 2)
+    with permissive_step(cache, [0], [1]):
+        o = layer.run(cache, 1, tokens[5:6])[0].numpy()
+    wanted = layer.expected(tokens[:6])[0][-1:]
+    assert np.abs(o - wanted).max() < 3e-5
 
 
 def test_states_come_back_from_disk(tmp_path):

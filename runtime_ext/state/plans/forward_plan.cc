@@ -319,7 +319,8 @@ void ForwardPlan::Commit() noexcept {
 
 void ForwardPlan::Finish(bool is_written) noexcept {
   for (const PageCopy& copy : copies_) table_->pins().Unpin(copy.group, copy.source);
-  for (StatePlan& states : states_) states.Finish();
+  // A layer that was left out has not computed states, not even those of earlier positions.
+  for (StatePlan& states : states_) is_written ? states.Finish() : states.Abort();
   copies_.clear();
   const bool is_plain = is_advanced() && is_written && !has_tokens_ && !HasChanged();
   if (!is_plain) FinishItems(is_written);

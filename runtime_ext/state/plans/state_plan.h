@@ -44,6 +44,7 @@ class StatePlan {
   void Release() noexcept;
   void Commit() noexcept;
   void Finish() noexcept;
+  /*! \brief Drops the states of the step, also where its rows stay. */
   void Abort() noexcept;
 
   /*! \brief Rows [begin, end) of a run, computed from the state of one page into another one. */

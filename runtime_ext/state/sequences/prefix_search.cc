@@ -73,11 +73,15 @@ PrefixSearch::HitStates PrefixSearch::StatesOf(int32_t s, int64_t length) const 
   const int64_t interval = geometry_->state_group(s).interval;
   const int64_t last = state_of(length);
   if (last == 0) return {0, 0, 0};
-  // The state before it, where a pop of a few positions may need that.
-  const bool is_needed = length - kPoppable < last;
-  const bool has_more = is_needed && state_of(last - 1) == last - interval;
-  const int64_t page = last / interval - 1;
-  return {std::max<int64_t>(page - has_more, 0), last, last - has_more * interval};
+  // Those before it, which pops of a few positions may need, with all ingredients between.
+  const int32_t ingredients = geometry_->state_group(s).ingredients;
+  int64_t first = last;
+  while (first > std::max<int64_t>(length - kPoppable, 0) &&
+         IsKnown(geometry_->PageOf(first - 1), ingredients) &&
+         state_of(first - 1) == first - interval) {
+    first -= interval;
+  }
+  return {std::max<int64_t>(first / interval - 1, 0), last, first};
 }
 
 int64_t PrefixSearch::FirstPage(int32_t group, int64_t length) const {

@@ -22,8 +22,8 @@
 
 namespace pagedkv {
 
-/*! \brief The states that a hit takes at most: the last one, and one to pop back to. */
-constexpr size_t kMaxStatesOfHit = 2;
+/*! \brief The states that a hit takes at most: the last one, and those to pop back to. */
+constexpr size_t kMaxStatesOfHit = kPoppable + 1;
 
 /*!
  * \brief The length of the state from which the one at `length` of a text can be computed, or -1.

@@ -49,8 +49,10 @@ void WindowHistories::RaiseReclaimed(const Sequence& sequence, int32_t group, in
         is_state ? " from position " : " position ", first_seen, is_state ? "" : " next",
         ", but the pages of positions ", first_missing * geometry_->page_size(), " to ",
         (last_missing + 1) * geometry_->page_size() - 1, " have been reclaimed for others since ",
-        is_state ? "a state behind them was kept; " : "their window left them behind; ", what,
-        " at position ", FirstReachable(sequence),
+        is_state ? "a state behind them was kept, or did not come with a prefix hit, a file or a "
+                   "transfer; "
+                 : "their window left them behind; ",
+        what, " at position ", FirstReachable(sequence),
         " or later, append the tokens to a new sequence, or make the cache with more pages");
 }
 

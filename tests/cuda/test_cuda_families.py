@@ -39,6 +39,7 @@ def test_without_other_families_all_architectures_run_the_same_kernels():
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_a_library_holds_every_family(with_hopper, tmp_path):
     def build(name, family):
         return build_kernel(name, make_spec((2, 1), WIDTHS[family], target=family))

@@ -28,9 +28,8 @@ def assert_same(build) -> tvm.tirx.PrimFunc:
 
 # TVM's parser takes seconds for a kernel, so most are left to the long runs.
 FEW = {
-    "cpu": {"merge", "copy_pages", "rope_append", "decode", "prefill_shared"},
-    "cpu-mla": {"mla_prefill"},
-    "cuda": {"merge", "rope_append", "prefill"},
+    "cpu": {"merge", "copy_pages", "rope_append", "decode"},
+    "cuda": {"merge", "rope_append"},
 }
 KERNELS = [
     pytest.param(name, kernel, marks=[] if kernel in FEW.get(name, ()) else pytest.mark.slow)

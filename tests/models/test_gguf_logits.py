@@ -16,6 +16,7 @@ from ..support.gguf_blocks import TYPES, Blocks  # noqa: E402
 from ..support.gguf_cases import write_gguf  # noqa: E402
 from ..support.gguf_families import CASES, SHAPE  # noqa: E402
 from ..support.model_cases import random_tokens, write_checkpoint  # noqa: E402
+from ..support.selections import with_slow  # noqa: E402
 
 TOLERANCE = 1e-3  # of logits in float32
 # The longest rows of blocks have 256 elements, and all matrices have rows of this width.
@@ -80,7 +81,7 @@ def test_rotations_windows_and_biases(case, tmp_path):
     assert_same_logits(theirs, file, 24)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", with_slow(FAMILIES, "qwen2", "qwen3", "gemma3_text"))
 def test_types_of_tensors(model_type, tmp_path):
     theirs = write_checkpoint(tmp_path, model_type, WIDE | FAMILIES[model_type])
     for name in TYPES:

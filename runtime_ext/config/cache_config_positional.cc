@@ -89,7 +89,8 @@ void RequireCPUOf(const ffi::Any& value) {
  * \brief Index 24: a plain function, or ["pagedkv", split_rotary, rope_append, page_size], then
  * what the arguments have no place for: pairs of a kernel's name and its function, and of
  * "kv_dtype" or, for MLA layers, "mla_kv_dtype" and what SetPageType takes, and of "cpu" and
- * ["x86_64", "avx avx2 ..."], the architecture and the features that the kernels need.
+ * ["x86_64", "avx avx2 ..."], the architecture and the features that the kernels need, and of
+ * "rope" and what SetRopes takes.
  */
 void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
                KernelSet* kernels) {
@@ -118,6 +119,7 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
       if (layer->is_mla() == (*name == "mla_kv_dtype")) SetPageType((*array)[i + 1], layer);
       continue;
     }
+    if (*name == "rope") continue;  // SetRopes
     if (*name == "cpu") {
       RequireCPUOf((*array)[i + 1]);
       continue;
@@ -237,6 +239,53 @@ std::vector<RopeMode> RopeModes(const ffi::AnyView& value, size_t num_layers) {
   return result;
 }
 
+/*!
+ * \brief Rotations that only some layers have, from index 24: after "rope" their ids, theta, scale
+ * and details, then names and kernels in place of those of all layers.
+ */
+void SetRopes(const ffi::AnyView& value, CacheConfig* config) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  if (!array) return;
+  for (size_t i = kNumFixed; i + 1 < array->size(); i += 2) {
+    auto name = (*array)[i].try_cast<ffi::String>();
+    if (!name || *name != "rope") continue;
+    auto rope = (*array)[i + 1].as<ffi::Array<ffi::Any>>();
+    std::optional<ffi::Shape> ids;
+    std::optional<double> theta, scale;
+    std::optional<ffi::String> details;
+    if (rope && rope->size() >= 4 && rope->size() % 2 == 0) {
+      ids = (*rope)[0].try_cast<ffi::Shape>();
+      theta = (*rope)[1].try_cast<double>();
+      scale = (*rope)[2].try_cast<double>();
+      details = (*rope)[3].try_cast<ffi::String>();
+    }
+    if (!ids || !theta || !scale || !details) {
+      Raise(kTypeError,
+            "argument 24 needs a rope: layers, theta, scale, details, names and kernels");
+    }
+    std::optional<int64_t> kernel_set;
+    for (int64_t id : *ids) {
+      CheckRange("a layer of a rope", id, 0, static_cast<int64_t>(config->layers.size()) - 1);
+      LayerConfig& layer = config->layers[id];
+      if (!layer.is_mha()) Raise(kValueError, "layer ", id, " of a rope has no rotation");
+      if (!kernel_set && rope->size() > 4) {
+        KernelSet kernels = config->kernel_sets[layer.kernel_set];
+        for (size_t k = 4; k < rope->size(); k += 2) {
+          auto kernel = (*rope)[k].try_cast<ffi::String>();
+          if (!kernel) Raise(kTypeError, "argument 24 needs the name of a rope's kernel");
+          kernels.Set(KernelNameOf(*kernel), (*rope)[k + 1]);
+        }
+        kernel_set = static_cast<int64_t>(config->kernel_sets.size());
+        config->kernel_sets.push_back(std::move(kernels));
+      }
+      layer.rope_theta = *theta;
+      layer.rope_scale = *scale;
+      layer.rope_details = *details;
+      layer.kernel_set = kernel_set.value_or(layer.kernel_set);
+    }
+  }
+}
+
 int64_t PositionalWindow(const ffi::Shape& sizes) {
   if (sizes.size() < 6) {
     Raise(kValueError, "argument 0 (cache sizes) needs a 6th number, the window of the layers ",
@@ -325,6 +374,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
     if (kind == 3) result.layers.back().window = PositionalWindow(sizes);
   }
   result.kv_dtype = (has_mha ? mha : has_mla ? mla : linear).kv_dtype();
+  SetRopes(args[24], &result);
   result.SettleRope();
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, std::nullopt);
   result.Validate();

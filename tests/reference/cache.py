@@ -26,7 +26,7 @@ class ReferenceCache:
     ----------
     num_layers : int
     kv_dtype : numpy dtype of the pages, or what quantizes their rows: a `Codec`, or a `CodecPair`.
-    rope : Rope or None
+    rope : Rope or None, or one per layer
     mode : {"none", "normal", "inline"}, or one per layer
     windows : one per layer, optional
         Positions that a row sees, its own included; None or 0: all.
@@ -40,14 +40,15 @@ class ReferenceCache:
         self,
         num_layers: int,
         kv_dtype,
-        rope: Rope | None = None,
+        rope: Rope | Sequence[Rope] | None = None,
         mode: str | Sequence[str] = "none",
         windows: Sequence[int | None] | None = None,
         softcap: float | None = None,
         alibi: Sequence | None = None,
     ):
         self.softcap, self.alibi = softcap, alibi or [None] * num_layers
-        self.num_layers, self.kv_dtype, self.rope = num_layers, kv_dtype, rope
+        self.num_layers, self.kv_dtype = num_layers, kv_dtype
+        self.ropes = list(rope) if isinstance(rope, Sequence) else [rope] * num_layers
         self.modes = [mode] * num_layers if isinstance(mode, str) else list(mode)
         self.windows = [window or None for window in windows or [None] * num_layers]
         self.sequences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -122,17 +123,18 @@ class ReferenceCache:
             q = rows[:, :num_qo_heads]
             k = rows[:, num_qo_heads : num_qo_heads + num_kv_heads]
             v = rows[:, num_qo_heads + num_kv_heads :]
+            rope = self.ropes[layer]
             if self.modes[layer] == "normal":
                 end = positions[-1] + 1
-                q = rotate(q, positions, self.rope, end).astype(qkv.dtype)
-                k = rotate(k, positions, self.rope, end)
+                q = rotate(q, positions, rope, end).astype(qkv.dtype)
+                k = rotate(k, positions, rope, end)
             k, v = self.kept(k), self.kept(v, is_v=True)
             if held is not None:
                 k, v = np.concatenate([held[0], k]), np.concatenate([held[1], v])
             self.sequences[seq_id][layer] = (k, v)
             if self.modes[layer] == "inline":
-                q = rotate(q, positions, self.rope)
-                k = rotate(k, all_positions, self.rope)
+                q = rotate(q, positions, rope)
+                k = rotate(k, all_positions, rope)
             mask = tree_mask(self.trees[seq_id], num_rows, total, self.windows[layer])
             bias = alibi_bias(self.alibi[layer], positions, all_positions)
             o, lse = attention(q, k, v, mask, sm_scale, self.softcap, sinks, bias)

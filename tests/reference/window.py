@@ -212,14 +212,14 @@ class WindowedReferenceCache(ReferenceCache):
             return whole
         num_qo_heads = qkv.shape[1] - 2 * num_kv_heads
         rope = (
-            self.rope if self.modes[layer] == "inline" else None
+            self.ropes[layer] if self.modes[layer] == "inline" else None
         )  # else K was rotated when it came
         outputs, lses, first = [], [], 0
         for seq_id, num_rows, start in zip(seq_ids, append_lengths, starts, strict=True):
             q = qkv[first : first + num_rows, :num_qo_heads]
             if self.modes[layer] == "normal":
                 text, end = start + np.arange(num_rows), start + num_rows
-                q = rotate(q, text, self.rope, end).astype(qkv.dtype)
+                q = rotate(q, text, self.ropes[layer], end).astype(qkv.dtype)
             k, v = self.sequences[seq_id][layer]
             seen = [self.seen(seq_id, start, row) for row in range(start, start + num_rows)]
             positions = np.array([len(columns) - 1 for columns in seen])

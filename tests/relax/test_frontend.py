@@ -129,7 +129,7 @@ LEAVES = [5, 3]
 def check_fused(
     vm,
     cache,
-    rope: reference.Rope,
+    rope: reference.Rope | list[reference.Rope],
     mode: str | list[str],
     windows=None,
     steps=STEPS,
@@ -230,6 +230,29 @@ def test_layers_without_rope_beside_layers_with_it(modes):
     names = [mode.name.lower() for mode in modes]
     check_fused(vm, cache, rope, names, windows, num_tree_steps=2)
     assert [layer["rope_mode"] for layer in cache.description["layers"]] == [*modes]
+
+
+@pytest.mark.parametrize("mode", ["normal", pytest.param("inline", marks=pytest.mark.slow)])
+def test_layers_with_rotations_of_their_own(mode):
+    """As in Gemma 3 and 4: another base, a scaling, a part of the head."""
+    share = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    ropes = [
+        pkv.RopeConfig(mode, theta=1e4),
+        pkv.RopeConfig(mode, theta=100.0, scale=0.5, rotary_dim=16, scaling=share),
+    ]
+    kinds, windows = ["mha_sliding", "mha"], [7, None]
+    vm = _compile(
+        pkv.PagedKVCache, {"mode": RopeMode.NONE}, kinds=kinds, layer_sliding_window_size=7,
+        layer_ropes=ropes,
+    )  # fmt: skip
+    cache = _create(vm)
+    rotations = [
+        reference.Rope(rotary_dim=HEAD_DIM), reference.Rope(100.0, 0.5, 16, share),
+    ]  # fmt: skip
+    check_fused(vm, cache, rotations, mode, windows, num_tree_steps=2)
+    first, second = cache.description["layers"]
+    assert (first["rope_theta"], second["rope_theta"], second["rope_scale"]) == (1e4, 100.0, 0.5)
+    assert '"rope_type": "proportional"' in cache.description["layout"]
 
 
 @pytest.mark.parametrize("mode", [RopeMode.NONE, RopeMode.NORMAL], ids=["none", "normal"])
@@ -357,6 +380,15 @@ MLA_DIMS = {"mla_original_qk_head_dim": 16, "mla_original_v_head_dim": 16}
         ({"runtime": "other"}, ValueError),
         ({"rope_mode": [RopeMode.NONE]}, ValueError),  # for two layers
         ({"rope_mode": [RopeMode.NONE, RopeMode.NORMAL], "runtime": "stock"}, ValueError),
+        ({"layer_ropes": [pkv.RopeConfig()]}, ValueError),  # for two layers
+        ({"layer_ropes": [pkv.RopeConfig(), {"theta": 1e4}]}, TypeError),
+        (
+            {
+                "layer_ropes": [pkv.RopeConfig(theta=theta) for theta in (1e4, 1e6)],
+                "runtime": "stock",
+            },
+            ValueError,
+        ),
         ({"sliding_window_includes_self": True}, ValueError),  # without windows
         ({"sliding_window_includes_self": 1, "support_sliding_window": 1}, TypeError),
         (

@@ -16,7 +16,7 @@ from .build import (
 from .cache_folder import cache_dir
 from .codec_cost import warn_if_slow
 from .cpu_classes import choices
-from .create import codec_map, config_map, create
+from .create import codec_map, config_map, create, rope_details
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
@@ -59,6 +59,7 @@ __all__ = [
     "require_cpu",
     "required_features",
     "resolve_target",
+    "rope_details",
     "vector_target",
     "warn_if_slow",
 ]

@@ -174,7 +174,7 @@ def _layer_map(
         "rope_mode": ROPE_MODES.index(layer.rope.mode),
         "rope_theta": layer.rope.theta,
         "rope_scale": layer.rope.scale,
-        "rope_details": _rope_details(layer),
+        "rope_details": rope_details(layer),
         "kernel_set": kernel_set,
         "kv_dtype": layer.kv_dtype,
         **codec_map(layer, config.page_size),
@@ -206,7 +206,7 @@ def _original_dims(layer: ResolvedLayer) -> dict[str, int]:
     return {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
 
 
-def _rope_details(layer: ResolvedLayer) -> str:
+def rope_details(layer: ResolvedLayer) -> str:
     """Return as text what decides the rotation besides theta, scale and extension factors.
 
     Checkpoints and transfers compare it.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -17,6 +18,7 @@ from tir_kernels.spec import KernelSpec
 
 from ..compiler import architecture, codec_map, is_cuda, required_features
 from ..config import ResolvedConfig
+from .layer_ropes import LayerRope
 from .model_kernels import ModelKernels
 
 
@@ -49,6 +51,8 @@ class ConstructorKernels:
     target : tvm.target.Target
     page_types : dict
         What the constructor is told of the pages of layers, by its names.
+    layer_ropes : sequence of LayerRope
+        Where layers differ in more than the mode of their rotations.
     """
 
     def __init__(
@@ -58,14 +62,15 @@ class ConstructorKernels:
         window: int,
         target: Target,
         page_types: dict[str, relax.Expr],
+        layer_ropes: Sequence[LayerRope] = (),
     ):
         self.tag, self.window, self.kinds = tag, window, set(specs)
-        self.page_types = page_types
+        self.page_types, self.layer_ropes = page_types, layer_ropes
         # None if there are no such layers; callers check.
         self.mla = cast(KernelSpec, specs.get("mla"))
         self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
         self._target = target
-        self._listed = ModelKernels(target, repr(specs))
+        self._listed = ModelKernels(target, repr([specs, *layer_ropes]))
 
     def compile(self) -> list[tvm.runtime.Module]:
         """Compile the kernels that `positional` has listed; return libraries to link."""
@@ -171,9 +176,10 @@ class ConstructorKernels:
         if not (self.mha and self.mla):  # whose pages differ
             specs["copy_pages"] = self.mha or self.mla
         values = {name: self._function(name, spec) for name, spec in specs.items()}
+        ropes = [("rope", rope.expression(self._function)) for rope in self.layer_ropes]
         return [
             each
-            for name, value in (self.page_types | values | self._cpu()).items()
+            for name, value in [*(self.page_types | values | self._cpu()).items(), *ropes]
             for each in (tvm.ir.StringImm(name), value)
         ]
 

@@ -18,6 +18,7 @@ from ..compiler.cuda import arch_of, cuda_spec
 from ..config import KVCacheConfig, LayerSpec, ResolvedConfig, ResolvedLayer, RopeConfig
 from .constructor_kernels import ConstructorKernels, page_types
 from .frontend_methods import PagedKVCacheObject
+from .layer_ropes import base_rope, common_ropes, layer_ropes_of, mode_number, own_ropes
 from .model_kernels import link_when_finalized
 
 # The Relax VM quotes the name of a function that it does not find: ours tells what to do, where the
@@ -94,6 +95,9 @@ class PagedKVCache(PagedKVCacheObject):
         Soft-cap of the attention logits.
     alibi : bool or sequence of float, optional
         ALiBi, as for `KVCacheConfig`.
+    layer_ropes : sequence of RopeConfig, optional
+        RoPE of each layer: its mode, base, scale, scaling and rotated dimensions. Then the other
+        arguments for RoPE have no effect. For runtime "pagedkv", without longrope.
     kv_dtype : str, optional
         Type of the pages, or the codec that quantizes them, as for `KVCacheConfig`; None: `dtype`.
     runtime : {"pagedkv", "stock"}
@@ -145,6 +149,7 @@ class PagedKVCache(PagedKVCacheObject):
         kernel_page_size: int = 16,
         logit_softcap: float | None = None,
         alibi: bool | Sequence[float] | None = None,
+        layer_ropes: Sequence[RopeConfig] | None = None,
         kv_dtype: str | None = None,
         runtime: str = "pagedkv",
     ) -> None:
@@ -153,23 +158,19 @@ class PagedKVCache(PagedKVCacheObject):
                 f"runtime must be one of {', '.join(MODEL_CONSTRUCTORS)}; got {runtime!r}"
             )
         kinds = _layer_kinds(attn_kind, num_hidden_layers)
-        modes = _rope_modes(rope_mode, num_hidden_layers)
-        if runtime == "stock" and len(set(modes)) > 1:
+        ropes = (
+            common_ropes(
+                rope_mode, rope_theta, rope_scale, rope_scaling, rotary_dim, num_hidden_layers
+            )
+            if layer_ropes is None
+            else own_ropes(layer_ropes, num_hidden_layers)
+        )
+        if runtime == "stock" and len(set(ropes)) > 1:
             raise ValueError(
-                "the stock runtime has one rope_mode for all layers; choose runtime 'pagedkv', or "
+                "the stock runtime has one rotation for all layers; choose runtime 'pagedkv', or "
                 "RopeMode.NONE and rotate in the model"
             )
-        rotations = {
-            mode: RopeConfig(
-                mode=mode.name.lower(),
-                theta=rope_theta,
-                scale=rope_scale,
-                rotary_dim=rotary_dim,
-                scaling=_with_placeholder_factors(rope_scaling, rotary_dim),
-            )
-            for mode in modes
-        }
-        rope = rotations[max(modes)]  # by which kernels rotate, where a layer does
+        rope = base_rope(ropes)
         if is_cuda(target):
             arch_of(target)
             if runtime == "stock":
@@ -200,9 +201,9 @@ class PagedKVCache(PagedKVCacheObject):
                     window=layer_sliding_window_size if kind == "mha_sliding" else None,
                     mla_original_qk_head_dim=mla_original_qk_head_dim if kind == "mla" else None,
                     mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
-                    rope=rotations[mode],
+                    rope=own,
                 )
-                for kind, mode in zip(kinds, modes, strict=True)
+                for kind, own in zip(kinds, ropes, strict=True)
             ],
             sliding_window=has_windows and "mla" not in kinds,
             sliding_window_includes_self=sliding_window_includes_self,
@@ -229,6 +230,9 @@ class PagedKVCache(PagedKVCacheObject):
             layer_sliding_window_size,
             target,
             page_types(config),
+            layer_ropes_of(config, lambda layer: _spec(config, layer, target))
+            if layer_ropes is not None
+            else (),
         )
         builder = relax.BlockBuilder.current()
         if builder is None:
@@ -246,6 +250,7 @@ class PagedKVCache(PagedKVCacheObject):
         ]
         if runtime == "pagedkv" and sliding_window_includes_self is not None:
             capacities.append(int(sliding_window_includes_self))
+        modes = [mode_number(each) for each in ropes]
         arguments = [
             relax.ShapeExpr(capacities),
             layer_partition,
@@ -255,11 +260,9 @@ class PagedKVCache(PagedKVCacheObject):
             relax.prim_value(v_head_dim),
             relax.ShapeExpr([_KIND_NUMBERS[kind] for kind in kinds]),
             relax.prim_value(enable_disaggregation),
-            relax.prim_value(int(modes[0]))
-            if len(set(modes)) == 1
-            else relax.ShapeExpr([int(mode) for mode in modes]),
-            relax.prim_value(rope_scale),
-            relax.prim_value(rope_theta),
+            relax.prim_value(modes[0]) if len(set(modes)) == 1 else relax.ShapeExpr(modes),
+            relax.prim_value(rope.scale),
+            relax.prim_value(rope.theta),
             rope_ext_factors,
             relax.op.zeros((), dtype),
             *kernels.positional(has_windows),
@@ -290,24 +293,3 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
         if kind not in _KIND_NUMBERS:
             raise ValueError(f"attn_kind must be of {', '.join(_KIND_NUMBERS)}; got {kind!r}")
     return kinds
-
-
-def _rope_modes(rope_mode: RopeMode | Sequence[RopeMode], num_layers: int) -> list[RopeMode]:
-    if not isinstance(rope_mode, Sequence):
-        return [RopeMode(rope_mode)] * num_layers
-    if len(rope_mode) != num_layers:
-        raise ValueError(f"rope_mode has {len(rope_mode)} entries for {num_layers} layers")
-    return [RopeMode(mode) for mode in rope_mode]
-
-
-def _with_placeholder_factors(
-    rope_scaling: dict[str, Any] | None, rotary_dim: int
-) -> dict[str, Any] | None:
-    """Add placeholders for longrope factors, which arrive when the cache is created."""
-    if not rope_scaling or rope_scaling.get("rope_type", "default") == "default":
-        return None
-    scaling = dict(rope_scaling)
-    if scaling.get("rope_type") == "longrope":
-        for key in ("short_factor", "long_factor"):
-            scaling.setdefault(key, (1.0,) * (rotary_dim // 2))
-    return scaling

@@ -33,14 +33,17 @@ class Kernels:
         self.bundle, self.device, self.calls = bundle, device, Counter()
 
     def create(self, mode: str | None = None, without: str = "", **capacities: int) -> pkv.KVCache:
-        """A cache; `mode` is the one of its rotation, `without` a kernel that it is not given."""
+        """A cache; `mode` is that of all rotations, `without` a kernel that it is not given."""
         sets = [
             {name: self._counted(i, name, f) for name, f in each.items() if name != without}
             for i, each in enumerate(self.bundle.kernel_sets)
         ]
         described = dict(self.bundle.cache_map(**capacities))
         if mode is not None:
-            described["rope_mode"] = MODES.index(mode)
+            own = {"rope_mode": MODES.index(mode)}
+            described["layers"] = [
+                {**layer, **own} if "rope_mode" in layer else layer for layer in described["layers"]
+            ]
         return tvm_ffi.get_global_func("pagedkv.create")(described, sets, self.device)
 
     def _counted(self, index: int, name: str, function) -> Callable:

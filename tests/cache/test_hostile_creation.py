@@ -51,6 +51,7 @@ LAYER_FIELDS = {
     "qk_head_dim": BELOW_ONE | NO_INT,
     "v_head_dim": {key: x for key, x in BELOW_ONE.items()} | NO_INT | {"other": 16},
     "mla_original_qk_head_dim": {"of_no_use": 8, "negative": -1, "text": "8"},
+    "rope_mode": {"negative": -1, "three": 3, "wide": 2**32} | NO_INT,
     "rope_theta": NO_SCALE,
     "rope_scale": NO_SCALE,
     "kernel_set": {"negative": -1, "one": 1, "high": 2**63 - 1, "wide": 2**32, "text": "0"},

@@ -65,7 +65,12 @@ def test_rotations(spec):
 
 @pytest.mark.parametrize(
     "name, rotary_dim, theta, scale",
-    [("default", 2, 1e4, 1.0), ("default", 44, 5e5, 0.5), ("yarn", 96, 1e4, 1.0)],
+    [
+        ("default", 2, 1e4, 1.0),
+        ("default", 44, 5e5, 0.5),
+        ("yarn", 96, 1e4, 1.0),
+        ("proportional", 96, 1e6, 1.0),
+    ],
 )
 @on_gpu_too
 def test_rope_append_with_each_rotation(name, rotary_dim, theta, scale):

@@ -23,7 +23,7 @@ class Attention:
     def rotated(self, world: World, positions: np.ndarray, q: np.ndarray):
         """q, k and v as a model passes them that rotates by itself where the pages want that."""
         k, v = self.qkv[:, NUM_QO_HEADS:-1], self.qkv[:, -1:]
-        if world.mode == "normal":
+        if world.modes[self.layer] == "normal":
             q, k = (reference.rotate(x, positions, world.rope).astype("f4") for x in (q, k))
         return q, k, v
 

@@ -80,7 +80,7 @@ class Step(Operation):
                 tree += parents[start : start + num_rows]
             start += num_rows
             rows = reference.tree_positions(tree, total)[total - num_rows :]
-            if world.mode != "inline":  # they count what a window has dropped too
+            if "inline" not in world.modes:  # they count what a window has dropped too
                 rows = rows + world.text_length(seq_id, total) - total
             positions.append(rows)
         return np.concatenate(positions)

@@ -45,7 +45,7 @@ class World(Text):
     layers : sequence
         Of each layer its window (0: none), or `MLA`.
     page_size : int
-    mode : {"none", "normal", "inline"}
+    mode : {"none", "normal", "inline"}, or one for each layer
         Rotation of the layers that are not MLA.
     aux_manager : {"merged", "plain"}
     num_pages : int
@@ -67,7 +67,7 @@ class World(Text):
         rng: np.random.Generator,
         layers: Sequence[int | str],
         page_size: int,
-        mode: str = "none",
+        mode: str | Sequence[str] = "none",
         aux_manager: str = "merged",
         num_pages: int = 40,
         has_windows: bool = False,
@@ -81,7 +81,9 @@ class World(Text):
         self.last_batch: list[int] = []  # of the last step
         self.inputs: list = []  # to free them would stop it
         self.outputs: list = []  # with what they must be, to be compared when the host may wait
-        self.rng, self.layers, self.page_size, self.mode = rng, layers, page_size, mode
+        self.rng, self.layers, self.page_size = rng, layers, page_size
+        self.modes = [mode] * len(layers) if isinstance(mode, str) else list(mode)
+        mha_modes = [m for m, layer in zip(self.modes, layers, strict=True) if layer != MLA]
         self.shapes = Shapes.of(codec)
         windows = [layer for layer in layers if layer != MLA]
         # With windows long sequences are of interest.
@@ -97,7 +99,7 @@ class World(Text):
         kv_dtype = codec_of(codec) if codec else np.dtype("float32")
         self.rope = reference.Rope(rotary_dim=self.shapes.dim)
         self.mha = WindowedReferenceCache(
-            len(windows), kv_dtype, self.rope, mode, windows, softcap, [slopes] * len(windows)
+            len(windows), kv_dtype, self.rope, mha_modes, windows, softcap, [slopes] * len(windows)
         )
         self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), kv_dtype)
         self.mla.v_width = self.shapes.v_dim
@@ -121,21 +123,21 @@ class World(Text):
                     (kernels_with(softcap, slopes), MLA_KERNELS_WITH_TREES)
                 )
             ],
-            layers=[self._layer(layer) for layer in layers],
+            layers=[self._layer(index) for index in range(len(layers))],
             max_num_sequences=MAX_BATCH,
             max_total_tokens=self.max_total_tokens,
             prefill_chunk_size=CHUNK,
             page_size=page_size,
-            rope_mode=MODES[mode],
             aux_manager=aux_manager,
             sliding_window=has_windows,
             device=device and device.device,
         )
         share_every_prefix(self.cache)
 
-    def _layer(self, layer: int | str) -> dict:
+    def _layer(self, index: int) -> dict:
+        layer, mode = self.layers[index], MODES[self.modes[index]]
         codec = self.quantized[layer == MLA].fields if self.quantized else {}
-        return {**self.shapes.layer(layer), **codec}
+        return {**self.shapes.layer(layer), **codec, "rope_mode": mode}
 
     def _on_pages(self, is_mla: int, kernels: dict[str, Callable]) -> dict[str, Callable]:
         return self.quantized[bool(is_mla)].kernels(kernels) if self.quantized else kernels

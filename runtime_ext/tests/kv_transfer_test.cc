@@ -210,6 +210,10 @@ TEST_CASE("kv transfer: a state that is not computed yet") {
   table.Fork(0, 3, 20);  // from 0
   REQUIRE_EQ(table.At(2).states[0].length, 24);
   REQUIRE_EQ(table.At(3).states[0].length, 0);
+  BeginReceive(&table, 3, 16);  // whose state would be behind 16 positions: the sequence has them
+  REQUIRE_EQ(table.At(3).first_pages[1], 0);
+  table.Pop(3, 16);
+  table.CheckIntegrity();
   REQUIRE_RAISES("ValueError",
                  "asks for the state behind 16 positions, but with positions 0 to 26 ",
                  sends.RequireSendable(table.At(3), MarkWithState(26, 16)));

@@ -48,6 +48,37 @@ TEST_CASE("states come back from host memory and from a store") {
   }
 }
 
+void Step(ForwardPlan* plan, int64_t id, int64_t length, bool is_written = true) {
+  plan->Prepare({&id, 1}, {&length, 1});
+  plan->Acquire();
+  plan->Commit();
+  plan->Finish(is_written);
+}
+
+TEST_CASE("states that pops and forks go back to") {
+  SequenceTable table(4, 4, {64}, {}, {{0, 8}}, {16});
+  ForwardPlan plan(&table, 1 << 20);
+  table.Add(0);
+  Step(&plan, 0, 60);
+  REQUIRE_EQ(table.At(0).states[0].first_page, 4);  // those behind 40 positions and more are held
+  table.Fork(0, 1, 20);
+  REQUIRE_EQ(table.At(1).states[0].length, 16);
+  table.Pop(0, 47);
+  REQUIRE_EQ(table.At(0).states[0].length, 8);
+  Step(&plan, 0, 1);
+  REQUIRE_EQ(table.At(0).states[0].length, 14);
+  REQUIRE_EQ(table.states().FindPage(table.At(0), 0, 1), -1);  // not that of 16 positions yet
+  table.Pop(0, 2);
+  REQUIRE_EQ(table.At(0).states[0].length, 8);
+  Step(&plan, 0, 6, /*is_written=*/false);  // 16 and 18 were not computed
+  REQUIRE_EQ(table.At(0).states[0].length, 8);
+  table.CheckIntegrity();
+  table.Pop(0, 6);
+  Step(&plan, 0, 6);
+  REQUIRE_EQ(table.At(0).states[0].length, 18);
+  table.CheckIntegrity();
+}
+
 TEST_CASE("a hit takes the states to pop back to, as far as their ingredients are there") {
   // [missing] ingredients of so many last positions are reclaimed before the hit.
   for (int64_t missing : {0, 1, 3}) {
@@ -55,19 +86,13 @@ TEST_CASE("a hit takes the states to pop back to, as far as their ingredients ar
     SequenceTable table(4, 1, {12}, {}, {{0, 1}}, {40});
     ForwardPlan plan(&table, 1 << 20);
     const Tokens tokens{1, 2, 3, 4, 5, 6, 7, 8};
-    auto step = [&](int64_t id, int64_t length) {
-      plan.Prepare({&id, 1}, {&length, 1});
-      plan.Acquire();
-      plan.Commit();
-      plan.Finish();
-    };
     table.AddWithPrefix(0, "", Span(tokens));
-    step(0, 8);
+    Step(&plan, 0, 8);
     table.prefixes().Record(&table.At(0), Span(tokens));
     table.prefixes().AddPages(&table.At(0));
     table.Remove(0);
     table.Add(1);
-    if (missing > 0) step(1, 4 + missing);
+    if (missing > 0) Step(&plan, 1, 4 + missing);
     REQUIRE_EQ(table.AddWithPrefix(2, "", Span(tokens)), 7);
     table.CheckIntegrity();
     // The last ones go first, and that of the eighth position is none of the hit's.

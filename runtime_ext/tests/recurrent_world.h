@@ -368,6 +368,12 @@ class World {
     text.tokens.insert(text.tokens.end(), path.begin(), path.end());
     text.nodes.clear();
     text.parents.clear();
+    if (!text.is_recorded || Below(2)) return;
+    // Before a step has computed the states of these positions.
+    const Tokens fresh(text.tokens.begin() + text.num_recorded, text.tokens.end());
+    table_.prefixes().Record(&table_.At(id), Span(fresh));
+    table_.prefixes().AddPages(&table_.At(id));
+    text.num_recorded = static_cast<int64_t>(text.tokens.size());
   }
 
   std::mt19937_64 engine_;

@@ -132,8 +132,13 @@ def test_a_rotation_that_is_turned_off_keeps_its_base() -> None:
     off = replace(rope, mode="none")
     assert replace(off, mode="normal") == rope
     # The kernels of layers without a rotation are the same, whatever its base would be.
-    unlike = [config_of(rope=off), config_of(rope=pkv.RopeConfig(mode="none", theta=-1))]
-    assert unlike[0].resolved() == unlike[1].resolved()
+    linear = {"rope_type": "linear", "factor": 2.0}
+    others = [
+        pkv.RopeConfig(mode="none", theta=-1),
+        pkv.RopeConfig(mode="none", rotary_dim=8, scaling=linear),
+    ]
+    for other in others:
+        assert config_of(rope=other).resolved() == config_of(rope=off).resolved()
 
 
 def test_a_rotation_needs_a_base() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tvm.error import DiagnosticError
 
 from .conv_spec import ConvSpec
-from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
+from .cpu.attention import append_prefill, decode, listed, mla, prefill, shared, tree
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .moves import append, copy, merge
 from .recurrent_sets import builders_of as recurrent_builders
@@ -35,6 +35,7 @@ BUILDERS: dict[str, Callable] = {
     "tree_paged_sliding": tree.tree_paged_sliding,
     "tree": tree.tree,
     "tree_sliding": tree.tree_sliding,
+    "attend_listed": listed.attend_listed,
     "merge": merge.merge,
     "apply_sinks": merge.apply_sinks,
     "copy_single_page": copy.copy_single_page,
@@ -60,6 +61,7 @@ _MLA_ONLY = {
     "mla_tree",
     "debug_get_kv_mla",
 }
+_LISTED = {"attend_listed"}
 _BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
 _ANY_TARGET = (  # written once, in `moves`
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
@@ -83,11 +85,13 @@ def kernel_names(spec: KernelSpec | RecurrentSpec | ConvSpec, for_stock: bool = 
     builders = _builders(spec.target)
     if not append_prefill.is_possible(spec):
         builders = {name: build for name, build in builders.items() if name != "append_prefill"}
+    if not spec.lists:
+        builders = {name: build for name, build in builders.items() if name not in _LISTED}
     if spec.kind != "mla":
         window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
         others = _MLA_ONLY | window | (set() if for_stock and spec.kind == "mha" else _STOCK_ONLY)
         return [name for name in builders if name not in others]
-    names = _MLA_ONLY | _BOTH
+    names = _MLA_ONLY | _BOTH | _LISTED
     if not spec.original_qk_head_dim:
         names = names - {"prefill_ragged", "tree"}
     return [name for name in builders if name in names]

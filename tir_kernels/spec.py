@@ -176,6 +176,8 @@ class KernelSpec:
     alibi_slopes : tuple of float, one per query head, or None
         Attention adds ``slope * (position of K - position of Q)`` to a logit, after the soft-cap.
         Not with kind "mla".
+    lists : bool
+        Whether there is a kernel that attends to lists of positions.
     """
 
     num_qo_heads: int
@@ -192,6 +194,7 @@ class KernelSpec:
     original_v_head_dim: int = 0
     logit_softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    lists: bool = False
 
     @property
     def non_absorbed(self) -> KernelSpec:

@@ -21,7 +21,8 @@ void CheckScale(double sm_scale) {
 
 }  // namespace
 
-Attention::Attention(Step* step) : step_(step), storage_(step->storage()), shared_(*step) {
+Attention::Attention(Step* step)
+    : step_(step), storage_(step->storage()), shared_(*step), listed_(step) {
   for (const StoredLayer& layer : storage_.layers()) {
     LayerEntry entry;
     if (!layer.config.is_attention()) {
@@ -38,6 +39,19 @@ Attention::Attention(Step* step) : step_(step), storage_(step->storage()), share
 void Attention::AttendFused(int64_t layer_id, double sm_scale, ffi::Tensor qkv, ffi::Tensor o,
                             ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "attention");
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), std::nullopt, o, sink_logits);
+}
+
+void Attention::AttendToList(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
+                             ffi::Tensor positions, ffi::Tensor o,
+                             ffi::Optional<ffi::Tensor> sink_logits) {
+  const Step::LayerCall scope(step_, "attention_to_positions");
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), positions, o, sink_logits);
+}
+
+void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
+                                const ffi::Optional<ffi::Tensor>& positions, const ffi::Tensor& o,
+                                const ffi::Optional<ffi::Tensor>& sink_logits) {
   CheckScale(sm_scale);
   const StoredLayer& layer = storage_.At(layer_id);
   const LayerConfig& config = layer.config;
@@ -56,10 +70,16 @@ void Attention::AttendFused(int64_t layer_id, double sm_scale, ffi::Tensor qkv, 
   const Alignment alignment = backend.page_alignment();
   tensors.CheckAlignment("o", o, alignment);
   CheckSinkLogits(layer, sink_logits);
+  if (positions) listed_.Check(layer, *positions);
   tensors.MakeCompact({&qkv}, alignment);
   const GroupWorkspace& workspace = step_->workspaces().group(layer.group);
   const AttentionCall call{sm_scale, workspace.q.get(), o, workspace.lse.get()};
-  backend.AppendAndAttend(qkv, call, workspace.k.get(), workspace.v.get());
+  if (positions) {
+    backend.Append(qkv);
+    listed_.Attend(layer, call, *positions);
+  } else {
+    backend.AppendAndAttend(qkv, call, workspace.k.get(), workspace.v.get());
+  }
   step_->NoteAppend(layer);
   ApplySinkLogits(layer, sink_logits, call);
 }
@@ -155,6 +175,27 @@ void Attention::CrossAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ff
   }
   tensors.MakeCompact({&q}, alignment);
   backend.AttendToPast({sm_scale, q, o, lse});
+}
+
+void Attention::CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor q,
+                                  ffi::Tensor positions, ffi::Tensor o, ffi::Tensor lse) {
+  const Step::LayerCall scope(step_, "cross_attention_to_positions");
+  CheckScale(sm_scale);
+  const StoredLayer& layer = storage_.At(layer_id);
+  const LayerConfig& config = layer.config;
+  TensorChecks& tensors = step_->tensors();
+  const int64_t num_rows = step_->plan().num_rows();
+  const DLDataType dtype = storage_.config().dtype;
+  tensors.CheckInput("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, dtype);
+  tensors.CheckOutput("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, dtype);
+  tensors.CheckOutput("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
+  listed_.Check(layer, positions);
+  if (!step_->HasAppended(layer)) {
+    Raise(kValueError, "layer ", layer_id, " has not appended this step's rows, which lists may ",
+          "name; call ", config.is_mla() ? "append_mla_kv" : "attention", " before it");
+  }
+  tensors.MakeCompact({&q}, Alignment::kElement);
+  listed_.Attend(layer, {sm_scale, q, o, lse}, positions);
 }
 
 void Attention::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "attention/attention_backend.h"
+#include "attention/listed_attention.h"
 #include "attention/mla_attention.h"
 #include "step/step.h"
 
@@ -37,6 +38,12 @@ class Attention {
   void AttendFused(int64_t layer_id, double sm_scale, ffi::Tensor qkv, ffi::Tensor o,
                    ffi::Optional<ffi::Tensor> sink_logits);
   /*!
+   * \brief The same, but each row attends to the positions that it lists.
+   * \param positions int32 [T, width]: 0 to the row's own position, or -1 for none.
+   */
+  void AttendToList(int64_t layer_id, double sm_scale, ffi::Tensor qkv, ffi::Tensor positions,
+                    ffi::Tensor o, ffi::Optional<ffi::Tensor> sink_logits);
+  /*!
    * \brief Attends over the pages of another layer, which has appended in this step.
    * \param q [T, num_qo_heads, head_dim], rotated.
    * \param current_k The rows that the source layer has appended; current_v as well.
@@ -52,6 +59,10 @@ class Attention {
   /*! \brief Attends to the past alone; for the exceptions of MLA layers see mla_attention.h. */
   void CrossAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor o,
                    ffi::Tensor lse);
+  /*! \brief Attends to the positions that rows list, among the past and the step's rows, which a
+   * layer has appended; q is rotated. */
+  void CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor positions,
+                         ffi::Tensor o, ffi::Tensor lse);
   /*! \param kv Latent rows, [T, qk_head_dim]. */
   void AppendMLAKV(int64_t layer_id, ffi::Tensor kv);
   /*! \brief Merges the partial state (o_other, lse_other) into (o, lse), and returns these. */
@@ -65,6 +76,10 @@ class Attention {
     std::unique_ptr<MLAAttention> mla;
   };
 
+  /*! \brief Within a Step::LayerCall; without positions, rows see what the layer's mask shows. */
+  void AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
+                       const ffi::Optional<ffi::Tensor>& positions, const ffi::Tensor& o,
+                       const ffi::Optional<ffi::Tensor>& sink_logits);
   void CheckSinkLogits(const StoredLayer& layer, const ffi::Optional<ffi::Tensor>& logits) const;
   /*! \brief Lets the sinks, if there are any, into the softmax of what is in call.o. */
   void ApplySinkLogits(const StoredLayer& layer, const ffi::Optional<ffi::Tensor>& logits,
@@ -74,6 +89,7 @@ class Attention {
   Step* step_;
   const LayerStorage& storage_;
   SharedBackendState shared_;
+  ListedAttention listed_;
   std::vector<LayerEntry> layers_;  // as LayerStorage::layers
 };
 

@@ -34,6 +34,7 @@ constexpr const char* kNames[] = {
     "mla_prefill",
     "mla_prefill_shared",
     "mla_tree",
+    "attend_listed",
     "merge",
     "apply_sinks",
     "copy_single_page",

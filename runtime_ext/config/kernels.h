@@ -39,6 +39,7 @@ enum class KernelName : int {
   kMLAPrefill,
   kMLAPrefillShared,
   kMLATree,
+  kAttendListed,
   kMerge,
   kApplySinks,
   kCopySinglePage,

@@ -122,6 +122,7 @@ constexpr CacheName kOwnNames[] = {
     {"prefix_record", Method<&Prefixes::Record>()},
     {"prefix_record_step", Method<&Prefixes::RecordStep>()},
     {"prefix_length", Method<&Prefixes::NumRecorded>()},
+    {"cross_attention_to_positions", Method<&Attention::CrossAttendToList>()},
     {"stats", Method<&Inspector::Stats>()},
     {"describe", Method<&Inspector::Describe>()},
     {"check_layer", Method<&LayerStorage::CheckLayer>()},
@@ -254,6 +255,7 @@ void DefineOwnNames() {
   for (const auto& [name, method] : kTierNames) define(name, ToFunction(method));
   define("recurrent", WithOutputLast<&Recurrence::Update>());
   define("conv", WithOutputLast<&Recurrence::Convolve>());
+  define("attention_to_positions", WithOutputLast<&Attention::AttendToList>());
   define("attention_with_sinks", WithSinks<&Attention::AttendFused>());
   define("attention_with_shared_kv_and_sinks", WithSinks<&Attention::AttendShared>());
   define("release_receive", FromDeferred(&KVReceiver::Release));

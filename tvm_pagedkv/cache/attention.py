@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 AttentionState = tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]
 
 
+_attention_to_positions = functools.partial(global_function, "pagedkv.attention_to_positions")
 _attention_with_fused_qkv = functools.partial(global_function, CACHE + "attention_with_fused_qkv")
 
 
@@ -35,6 +36,7 @@ class CacheAttention(CacheInspection):
         out: Any = None,
         *,
         sink_logits: Any = None,
+        positions: Any = None,
     ) -> tvm.runtime.Tensor:
         """Append this step's K and V of a layer, and attend with its Q.
 
@@ -52,6 +54,11 @@ class CacheAttention(CacheInspection):
             Learned attention sinks: one logit per head, natural and unscaled, that joins the
             softmax without a value. After `self_attention` or `cross_attention`, pass them to
             `merge_attention` as a state with ``o = 0`` and ``lse = sink_logits * log2(e)``.
+        positions : int32 ``[T, width]``, optional
+            The positions that each row attends to, in any order, in place of all up to its own:
+            from 0 to its own position, or -1 for none. One that is listed twice counts twice. The
+            layer needs ``LayerSpec(lists=True)``. On a CPU other positions are refused; elsewhere
+            they are left out.
 
         Returns
         -------
@@ -74,6 +81,11 @@ class CacheAttention(CacheInspection):
             sink_logits = self._sink_logits(sink_logits)
         if out is None:
             out = self._empty(layer, qkv.shape[0])
+        if positions is not None:
+            arguments = [qkv, self._tensor("positions", positions)]
+            arguments += [] if sink_logits is None else [sink_logits]
+            _attention_to_positions()(self, as_int("layer", layer), sm_scale, *arguments, out)
+            return out
         _attention_with_fused_qkv()(self, as_int("layer", layer), sm_scale, qkv, out, sink_logits)
         return out
 
@@ -118,7 +130,9 @@ class CacheAttention(CacheInspection):
         )
         return o, lse
 
-    def cross_attention(self, layer: int, q: Any, sm_scale: float | None = None) -> AttentionState:
+    def cross_attention(
+        self, layer: int, q: Any, sm_scale: float | None = None, *, positions: Any = None
+    ) -> AttentionState:
         """Attend to the positions that the cache held before this step.
 
         For an MLA layer this is absorbed attention to the latent rows, whose first `v_head_dim`
@@ -133,6 +147,10 @@ class CacheAttention(CacheInspection):
         q : tensor ``[T, num_qo_heads, head_dim]``
         sm_scale : float, optional
             Factor on the logits; None: as for `self_attention`.
+        positions : int32 ``[T, width]``, optional
+            The positions that each row attends to, as for `attention`. They may be of this step,
+            whose rows the layer must have appended; so a step of any kind calls `append_mla_kv` and
+            `cross_attention`.
 
         Returns
         -------
@@ -148,9 +166,11 @@ class CacheAttention(CacheInspection):
         """
         q = self._tensor("q", q)
         o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
-        global_function(CACHE + "cross_attention")(
-            self, as_int("layer", layer), self._scale(layer, sm_scale), q, o, lse
-        )
+        call, lists = global_function(CACHE + "cross_attention"), []
+        if positions is not None:
+            call = global_function("pagedkv.cross_attention_to_positions")
+            lists = [self._tensor("positions", positions)]
+        call(self, as_int("layer", layer), self._scale(layer, sm_scale), q, *lists, o, lse)
         return o, lse
 
     def merge_attention(self, o: Any, lse: Any, o_other: Any, lse_other: Any) -> AttentionState:

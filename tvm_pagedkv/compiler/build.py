@@ -77,6 +77,7 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         alibi_slopes=layer.alibi,
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
         original_v_head_dim=layer.mla_original_v_head_dim or 0,
+        lists=layer.lists,
     )
 
 
@@ -167,6 +168,8 @@ def build_libraries(
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
     cpu = resolve_target(None if on_gpu else target)
     resolved = config.resolved()
+    if on_gpu and any(layer.lists for layer in resolved.layers):
+        raise ValueError("attention to lists has kernels for CPUs only")
     layer_specs, conv_specs = (
         [None if spec is None else cuda_spec(spec) if on_gpu else spec for spec in each]
         for each in (

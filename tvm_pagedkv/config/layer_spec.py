@@ -13,6 +13,7 @@ from .recurrent_config import ConvConfig, RecurrentConfig
 from .rope_config import RopeConfig
 
 MHA_KINDS = ("mha", "mha_sliding")
+LIST_KINDS = ("mha", "mla")  # whose rows can attend to lists
 KV_KINDS = (*MHA_KINDS, "mla")  # layers that keep K and V
 LAYER_KINDS = (*KV_KINDS, "linear", "recurrent", "conv")
 
@@ -41,6 +42,9 @@ class LayerSpec:
         ALiBi, as for `KVCacheConfig`; False for none. Not possible with "mla".
     kv_dtype : str or (str, str), optional
         Type of the layer's pages, as for `KVCacheConfig`. For layers that keep K and V only.
+    lists : bool
+        Whether rows can attend to lists of positions, `KVCache.attention` with `positions`. For
+        "mha" and "mla".
     recurrent : RecurrentConfig, optional
         The state of a "recurrent" layer.
     conv : ConvConfig, optional
@@ -65,6 +69,7 @@ class LayerSpec:
     kv_dtype: str | Sequence[str] | None = None
     recurrent: RecurrentConfig | None = None
     conv: ConvConfig | None = None
+    lists: bool = False
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -83,6 +88,10 @@ class LayerSpec:
                     f"layer.kv_dtype is not for kind {self.kind!r}, which keeps no K and V; got "
                     f"{self.kv_dtype!r}"
                 )
+        if not isinstance(self.lists, bool):
+            raise TypeError(f"layer.lists must be a bool, got {self.lists!r}")
+        if self.lists and self.kind not in LIST_KINDS:
+            raise ValueError(f"layer.lists is for kinds 'mha' and 'mla', not {self.kind!r}")
         self._check_original_dims()
         self._check_states()
 

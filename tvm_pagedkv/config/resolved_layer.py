@@ -39,6 +39,7 @@ class ResolvedLayer:
     kv_dtype: str | None
     recurrent: RecurrentConfig | None = None
     conv: ConvConfig | None = None
+    lists: bool = False
 
     @property
     def keeps_kv(self) -> bool:
@@ -103,9 +104,11 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
         alibi=_slopes(index, layer, defaults, said["num_qo_heads"]),
         recurrent=layer.recurrent,
         conv=layer.conv,
+        lists=layer.lists,
         **said,
     )
     _check_codec(index, resolved)
+    _check_lists(index, resolved)
     return resolved
 
 
@@ -150,6 +153,19 @@ def _slopes(
     if layer.kind == "mla":
         raise ValueError(f"{name}: layer {index} is of kind 'mla', which has no ALiBi")
     return resolve_slopes(name, alibi, num_heads)
+
+
+def _check_lists(index: int, layer: ResolvedLayer) -> None:
+    """Raise a ValueError if rows of the layer cannot attend to lists as it says."""
+    if not layer.lists:
+        return
+    if layer.alibi is not None:
+        raise ValueError(f"layer {index}: lists are not possible with ALiBi")
+    if layer.kind in MHA_KINDS and layer.rope.mode == "inline":
+        raise ValueError(
+            f'layer {index}: lists need K as it is attended to, so rope mode "inline", which '
+            'rotates K when it is read, is not possible; choose "normal" or "none"'
+        )
 
 
 def _check_codec(index: int, layer: ResolvedLayer) -> None:

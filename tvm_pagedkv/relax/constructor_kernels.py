@@ -175,6 +175,8 @@ class ConstructorKernels:
             specs |= {"mla_prefill_shared": self.mla, "mla_tree": self.mla}
         if not (self.mha and self.mla):  # whose pages differ
             specs["copy_pages"] = self.mha or self.mla
+        if (self.mha or self.mla).lists:  # whose pages are alike
+            specs["attend_listed"] = self.mha or self.mla
         values = {name: self._function(name, spec) for name, spec in specs.items()}
         ropes = [("rope", rope.expression(self._function)) for rope in self.layer_ropes]
         return [

@@ -100,6 +100,9 @@ class PagedKVCache(PagedKVCacheObject):
         arguments for RoPE have no effect. For runtime "pagedkv", without longrope.
     kv_dtype : str, optional
         Type of the pages, or the codec that quantizes them, as for `KVCacheConfig`; None: `dtype`.
+    lists : bool
+        Whether rows of "mha" and "mla" layers can attend to lists of positions, as for `LayerSpec`;
+        in models whose layers have pages of one shape.
     runtime : {"pagedkv", "stock"}
         "stock" emits a cache that TVM's own runtime object can run as well.
 
@@ -151,6 +154,7 @@ class PagedKVCache(PagedKVCacheObject):
         alibi: bool | Sequence[float] | None = None,
         layer_ropes: Sequence[RopeConfig] | None = None,
         kv_dtype: str | None = None,
+        lists: bool = False,
         runtime: str = "pagedkv",
     ) -> None:
         if runtime not in MODEL_CONSTRUCTORS:
@@ -171,6 +175,12 @@ class PagedKVCache(PagedKVCacheObject):
                 "RopeMode.NONE and rotate in the model"
             )
         rope = base_rope(ropes)
+        is_mixed = "mla" in kinds and not _MHA_KINDS.isdisjoint(kinds)
+        if lists and (runtime == "stock" or is_mixed):
+            raise ValueError(
+                "lists need runtime 'pagedkv', and layers whose pages have one shape: not 'mla' "
+                f"layers beside others; got runtime {runtime!r} and kinds {sorted(set(kinds))}"
+            )
         if is_cuda(target):
             arch_of(target)
             if runtime == "stock":
@@ -202,6 +212,7 @@ class PagedKVCache(PagedKVCacheObject):
                     mla_original_qk_head_dim=mla_original_qk_head_dim if kind == "mla" else None,
                     mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
                     rope=own,
+                    lists=lists and kind in ("mha", "mla"),
                 )
                 for kind, own in zip(kinds, ropes, strict=True)
             ],

@@ -10,15 +10,16 @@ from tvm import relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as _PagedKVCacheBase
 
+from .frontend_lists import ListMethods
 from .frontend_states import StateMethods
 
 
-class PagedKVCacheObject(StateMethods, _PagedKVCacheBase):
+class PagedKVCacheObject(StateMethods, ListMethods, _PagedKVCacheBase):
     """A cache that is an argument of a model's function: ``spec.Object(object_type=...)``.
 
     It adds learned attention sinks to two methods of TVM's ``PagedKVCache``, and methods for layers
-    that keep a state. Models without these can use TVM's class instead. They need a cache of this
-    package.
+    that keep a state and for attention to lists of positions. Models without these can use TVM's
+    class instead. They need a cache of this package.
     """
 
     def attention_with_fused_qkv(

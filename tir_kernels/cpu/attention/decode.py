@@ -12,13 +12,14 @@ from tvm.script import tirx as T
 
 from ...define import attributes
 from ...layout import view_pages
-from ...script import prim_func
+from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
 from ..components.kv_blocks import KvBlocks, VisibleSpans
 from ..components.kv_operands import single_row_operands
+from ..components.kv_rows import PagedRows
 from ..components.output import Output
 from ..components.page_schedule import PageSchedule, Pairs
 from ..components.partial_states import PartialStates
@@ -28,6 +29,91 @@ from ..components.single_row_products import helpers_of, products_of
 from ..components.work import TASKS, Queue
 from ..conversion import require_half_conversion
 from ..simd import import_llvm, index_temp
+
+
+@inline
+def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
+    """Attend with one row of Q per sequence, and store.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : PagedInputs
+        With views of the pages, `lengths`, `mask` and `rope`. With `ListedRows`, rows of Q are its
+        sequences, and its pages positions.
+    ops : operands object
+        As `kv_operands.single_row_operands` chooses it.
+    kind : type
+        Where K and V are: `PagedRows` or `ListedRows`.
+    """
+    is_listed, rope, batch_size = T.meta_var((kind is not PagedRows, a.rope, a.batch_size))
+    num_heads, group = T.meta_var((spec.num_qo_heads, spec.group_size))
+    page_size = T.meta_var(1 if is_listed else spec.page_size)
+    schedule = PageSchedule(replace(spec, page_size=page_size), a.page_indptr, batch_size)
+    schedule.begin()
+    states = PartialStates(spec, schedule.num_splits, max_local_heads(spec) * group)
+    output = Output(spec, a.o, a.lse)
+    queue = Queue()
+    queue.begin()
+    ops.begin([a.q, a.pages])
+    import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers_of(spec, is_listed))
+
+    for _ in T.parallel(schedule.num_tasks, annotations=TASKS):
+        rope.begin_task()
+        rows = QueryRows(spec, ops, rope, a.sm_scale)
+        rows.begin()
+        products = products_of(spec, ops, rows, is_listed)
+        pair, spans, kv = Pairs(schedule), VisibleSpans(a), KvBlocks(spec, a, kind)
+        pair.begin()
+        split_id = T.cast(queue.take(), "int32")
+        while split_id < schedule.num_splits:
+            pair.begin_split(split_id)
+            while pair.has_next():
+                pair.take()
+                sequence, first_head = T.meta_var((pair.sequence, pair.first_head))
+                spans.begin_sequence(sequence, a.lengths.kv_len(sequence, pair.num_pages))
+                rope.begin_sequence(spans.length)
+                kv.begin_pair(sequence, first_head, pair.num_heads)
+                for head in range(pair.num_heads):
+                    position = T.meta_var(a.q_rope_position[sequence])
+                    rows.load_q(a.q, sequence, first_head + head, head, position)
+                    products.begin_head(head)
+                for span in range(spans.count):
+                    spans.take(span)
+                    kv.begin_span(spans, pair.first_page * page_size, pair.last_page * page_size)
+                    for block in range(kv.num_blocks):
+                        kv.begin_block(block)
+                        products.begin_block(kv, spans.k_offset)
+                        for head in range(pair.num_heads):
+                            kv.begin_head(head)
+                            products.multiply_q_k(kv)
+                            rows.mask(kv, spans.k_offset)
+                            products.take_v(kv)
+                            for row_block in range(rows.blocking.row_blocks):
+                                rows.update_softmax(head, row_block)
+                                products.add_weighted_v(kv, row_block)
+                products.finish(pair.num_heads)
+                rows.finish(pair.num_heads)
+                for i in range(pair.num_heads * group):
+                    if pair.is_whole:
+                        output.finish(sequence, first_head * group + i, *rows.result(i))
+                    else:
+                        states.put(split_id, pair.first_page > 0, i, *rows.result(i))
+            split_id = T.cast(queue.take(), "int32")
+
+    cut = Pairs(schedule)
+    cut.begin()
+    for split_id in range(schedule.num_splits - 1):
+        cut.find_cut(split_id)
+        if cut.num_splits > 0:
+            for i in range(cut.num_heads * group):
+                head = T.meta_var(cut.first_head * group + i)
+                states.merge(split_id, cut.num_splits, i, output, cut.sequence, head)
+    states.free()
+    for sequence in range(batch_size):
+        if a.page_indptr[sequence + 1] == a.page_indptr[sequence]:  # it is in no split
+            for head in range(num_heads):
+                output.clear(sequence, head)
 
 
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: bool = False):
@@ -44,8 +130,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
         For float16 on a target that cannot convert it.
     """
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    num_heads, group, page_size = spec.num_qo_heads, spec.group_size, spec.page_size
-    qk_dim, v_dim = spec.qk_head_dim, spec.v_head_dim
+    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     ops = single_row_operands(spec)
 
@@ -100,74 +185,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
         a = T.meta_var(
             replace(matched, pages=view_pages(matched.pages, spec), lengths=lens, mask=mask)
         )
-        rope = rotation_of(spec, a)
-        schedule = PageSchedule(spec, a.page_indptr, batch_size)
-        schedule.begin()
-        states = PartialStates(spec, schedule.num_splits, max_local_heads(spec) * group)
-        output = Output(spec, a.o, a.lse)
-        queue = Queue()
-        queue.begin()
-        ops.begin([a.q, a.pages])
-        import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers_of(spec))
-
-        for _ in T.parallel(schedule.num_tasks, annotations=TASKS):
-            rope.begin_task()
-            rows = QueryRows(spec, ops, rope, sm_scale)
-            rows.begin()
-            products = products_of(spec, ops, rows)
-            pair, spans, kv = Pairs(schedule), VisibleSpans(a), KvBlocks(spec, a)
-            pair.begin()
-            split_id = T.cast(queue.take(), "int32")
-            while split_id < schedule.num_splits:
-                pair.begin_split(split_id)
-                while pair.has_next():
-                    pair.take()
-                    sequence, first_head = T.meta_var((pair.sequence, pair.first_head))
-                    spans.begin_sequence(sequence, a.lengths.kv_len(sequence, pair.num_pages))
-                    rope.begin_sequence(spans.length)
-                    kv.begin_pair(sequence, first_head, pair.num_heads)
-                    for head in range(pair.num_heads):
-                        position = T.meta_var(a.q_rope_position[sequence])
-                        rows.load_q(a.q, sequence, first_head + head, head, position)
-                        products.begin_head(head)
-                    for span in range(spans.count):
-                        spans.take(span)
-                        kv.begin_span(
-                            spans, pair.first_page * page_size, pair.last_page * page_size
-                        )
-                        for block in range(kv.num_blocks):
-                            kv.begin_block(block)
-                            products.begin_block(kv, spans.k_offset)
-                            for head in range(pair.num_heads):
-                                kv.begin_head(head)
-                                products.multiply_q_k(kv)
-                                rows.mask(kv, spans.k_offset)
-                                products.take_v(kv)
-                                for row_block in range(rows.blocking.row_blocks):
-                                    rows.update_softmax(head, row_block)
-                                    products.add_weighted_v(kv, row_block)
-                    products.finish(pair.num_heads)
-                    rows.finish(pair.num_heads)
-                    for i in range(pair.num_heads * group):
-                        if pair.is_whole:
-                            output.finish(sequence, first_head * group + i, *rows.result(i))
-                        else:
-                            states.put(split_id, pair.first_page > 0, i, *rows.result(i))
-                split_id = T.cast(queue.take(), "int32")
-
-        cut = Pairs(schedule)
-        cut.begin()
-        for split_id in range(schedule.num_splits - 1):
-            cut.find_cut(split_id)
-            if cut.num_splits > 0:
-                for i in range(cut.num_heads * group):
-                    head = T.meta_var(cut.first_head * group + i)
-                    states.merge(split_id, cut.num_splits, i, output, cut.sequence, head)
-        states.free()
-        for sequence in range(batch_size):
-            if a.page_indptr[sequence + 1] == a.page_indptr[sequence]:  # it is in no split
-                for head in range(num_heads):
-                    output.clear(sequence, head)
+        attend(spec, replace(a, rope=rotation_of(spec, a)), ops)
 
     return decode
 

@@ -26,7 +26,15 @@ from ..components.work import TASKS
 
 
 @inline
-def attend(spec: KernelSpec, a: PagedInputs, ops, tiles: type, make_mask: Callable, merges: bool):
+def attend(
+    spec: KernelSpec,
+    a: PagedInputs,
+    ops,
+    tiles: type,
+    make_mask: Callable,
+    merges: bool,
+    kind: type | None = None,
+):
     """Attend with all tiles, and store.
 
     Parameters
@@ -41,6 +49,8 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, tiles: type, make_mask: Callab
         Returns the mask of a task, or None where rows see all positions of their tile.
     merges : bool
         Whether results are merged with those that `o` and `lse` hold.
+    kind : type, optional
+        Where K and V are. None: in pages in the order of positions.
     """
     max_rows = T.meta_var(tile_tokens(spec) * spec.group_size)
     splits = TileSplits(POSITIONS * spec.group_size * (spec.qk_head_dim + spec.v_head_dim))
@@ -52,8 +62,8 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, tiles: type, make_mask: Callab
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
             tile, split = tiles(spec, a), Split(splits)
             table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
-            kind = T.meta_var(LatentRows if spec.kind == "mla" else PagedRows)
-            rows = T.meta_var(kind(spec, a.pages, *table, head=tile.head))
+            paged = T.meta_var(LatentRows if spec.kind == "mla" else PagedRows)
+            rows = T.meta_var((kind or paged)(spec, a.pages, *table, head=tile.head))
             factor = a.sm_scale * T.float32(LOG2E)
             ops.begin_task()
             a.rope.begin_task()

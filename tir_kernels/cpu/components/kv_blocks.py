@@ -75,8 +75,10 @@ class VisibleSpans:
         self.k_offset = span.k_offset
         if self.mask.has_window:
             self.begin = self.mask.begin(0, 1, self.kv_len)
-        else:
+        elif span.begin is not None:
             self.begin = span.begin
+        else:
+            self.begin = 0
 
 
 @T.meta_class
@@ -87,6 +89,8 @@ class KvBlocks:
     ----------
     spec : KernelSpec
     a : the kernel's arguments: `pages` and their table.
+    kind : type
+        What finds rows of K and V by their positions.
 
     Attributes
     ----------
@@ -101,7 +105,7 @@ class KvBlocks:
         K and V that come next, from position `following_first` on.
     """
 
-    def __init__(self, spec: KernelSpec, a):
+    def __init__(self, spec: KernelSpec, a, kind: type = PagedRows):
         self.spec, self.page_indptr = spec, a.page_indptr
         for name in (
             *("first_entry", "last_entry", "first_head", "num_heads", "head", "following_head"),
@@ -110,8 +114,8 @@ class KvBlocks:
         ):
             setattr(self, name, T.local_scalar("int32"))
         table = a.pages, a.page_values, self.first_entry, self.last_entry
-        self.rows = PagedRows(spec, *table, head=self.head)
-        self.following = PagedRows(spec, *table, head=self.following_head)
+        self.rows = kind(spec, *table, head=self.head)
+        self.following = kind(spec, *table, head=self.following_head)
 
     @inline
     def begin_pair(self, sequence, first_head, num_heads):

@@ -24,7 +24,15 @@ from ..simd import load, prefetch
 
 
 class Tile:
-    """Some consecutive positions: `k` and `v` give ``(pages, index)`` of an element."""
+    """Some positions in order: `k` and `v` give ``(pages, index)`` of an element."""
+
+    def k(self, row, column) -> tuple:
+        """An element of K."""
+        return self._element(K_PLANE, row, column)
+
+    def v(self, row, column) -> tuple:
+        """An element of V."""
+        return self._element(V_PLANE, row, column)
 
     def load_k(self, row, column, lanes: int):
         """`lanes` columns of K as float32."""
@@ -58,12 +66,6 @@ class PageTile(Tile):
             entry = T.min(rows.first_entry + slot_page(slot, page_size), rows.last_entry)
             T.buffer_store(self.page, rows.values[entry], [i])
             T.buffer_store(self.offset, slot_offset(slot, page_size), [i])
-
-    def k(self, row, column) -> tuple:
-        return self._element(K_PLANE, row, column)
-
-    def v(self, row, column) -> tuple:
-        return self._element(V_PLANE, row, column)
 
     def _element(self, plane: int, row, column) -> tuple:
         pages, i = self.rows.pages, 0

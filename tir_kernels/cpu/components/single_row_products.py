@@ -14,8 +14,13 @@ from .row_products import RowProducts
 from .word_products import WordProducts, has_word_products
 
 
-def products_of(spec: KernelSpec, ops, rows: QueryRows) -> RowProducts:
-    """Make the products that suit the pages of a spec; they need `helpers_of` it."""
+def products_of(spec: KernelSpec, ops, rows: QueryRows, is_listed: bool = False) -> RowProducts:
+    """Make the products that suit the pages of a spec; they need `helpers_of` it.
+
+    Those of codes take neighbouring slots, so listed rows are multiplied one by one.
+    """
+    if is_listed:
+        return RowProducts(spec, ops, rows)
     if has_word_products(spec):
         return WordProducts(spec, ops, rows)
     if not has_code_blocks(spec):
@@ -23,8 +28,10 @@ def products_of(spec: KernelSpec, ops, rows: QueryRows) -> RowProducts:
     return (MatrixCodeProducts if spec.target.has_smmla else CodeProducts)(spec, ops, rows)
 
 
-def helpers_of(spec: KernelSpec) -> tuple[str, ...]:
+def helpers_of(spec: KernelSpec, is_listed: bool = False) -> tuple[str, ...]:
     """Return the LLVM functions of the products of a spec, besides those of the operands."""
+    if is_listed:
+        return ()
     if has_word_products(spec):
         return (words.LLVM_HELPERS,)
     if not has_code_blocks(spec):

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to lists of positions in a compiled Relax model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import spec
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+
+import tvm_pagedkv as pkv
+
+from .. import reference
+from ..reference.listed import listed_attention
+from ..support.fast_compilation import MODEL_TARGET
+
+HEADS, KV_HEADS, DIM, WIDTH, SCALE = 4, 2, 16, 5, 0.25
+
+
+class Lists(nn.Module):
+    """A layer that attends to the same lists twice."""
+
+    def __init__(self, **changes):
+        self.changes = changes
+
+    def create(self):
+        return pkv.PagedKVCache(
+            **{
+                "attn_kind": "mha",
+                "max_batch_size": 2,
+                "max_total_seq_len": 128,
+                "prefill_chunk_size": 32,
+                "page_size": 4,
+                "support_sliding_window": 0,
+                "layer_partition": relax.ShapeExpr([0, 1]),
+                "num_hidden_layers": 1,
+                "num_attention_heads": HEADS,
+                "num_key_value_heads": KV_HEADS,
+                "qk_head_dim": DIM,
+                "v_head_dim": DIM,
+                "mla_original_qk_head_dim": 0,
+                "mla_original_v_head_dim": 0,
+                "rope_mode": RopeMode.NONE,
+                "rope_scale": 1,
+                "rope_theta": 10000,
+                "rope_scaling": {},
+                "rope_ext_factors": relax.prim_value(0),
+                "rotary_dim": DIM,
+                "enable_disaggregation": False,
+                "dtype": "float32",
+                "target": MODEL_TARGET,
+                "lists": True,
+                **self.changes,
+            }
+        )
+
+    def attend(
+        self, qkv: nn.Tensor, q: nn.Tensor, positions: nn.Tensor, cache: pkv.PagedKVCacheObject
+    ):
+        o = cache.attention_to_positions(0, qkv, positions, HEADS, SCALE)
+        return (o, *cache.cross_attention_to_positions(0, q, positions, DIM, SCALE))
+
+
+def export(**changes) -> tvm.IRModule:
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    rows = {
+        "qkv": spec.Tensor(["n", HEADS + 2 * KV_HEADS, DIM], "float32"),
+        "q": spec.Tensor(["n", HEADS, DIM], "float32"),
+        "positions": spec.Tensor(["n", WIDTH], "int32"),
+        "cache": spec.Object(object_type=pkv.PagedKVCacheObject),
+    }
+    return Lists(**changes).export_tvm({"create": {"$": plain}, "attend": {**rows, "$": plain}})[0]
+
+
+def test_model():
+    rng = np.random.default_rng(0)
+    vm = relax.VirtualMachine(tvm.compile(export(), target=MODEL_TARGET), tvm.cpu())
+    cache = vm["create"]()
+    expected = reference.ReferenceCache(1, np.dtype("float32"))
+    for each in (cache, expected):
+        each.add_sequence(0)
+    for n in (11, 1):
+        qkv = rng.standard_normal((n, HEADS + 2 * KV_HEADS, DIM)).astype("float32")
+        begin = expected.length(0)
+        owns = range(begin, begin + n)
+        lists = np.array([rng.integers(-1, own + 1, WIDTH) for own in owns], np.int32)
+        q = np.ascontiguousarray(qkv[:, :HEADS])
+        with cache.forward([0], [n]):
+            got = vm["attend"](*(tvm.runtime.tensor(x) for x in (qkv, q, lists)), cache)
+        expected.attention(0, [0], [n], qkv, KV_HEADS, SCALE)
+        want = listed_attention(q, *expected.kv(0, 0), lists, owns, SCALE)
+        reference.assert_close(got[0].numpy(), want[0], "float32", "attention")
+        reference.assert_state_close([x.numpy() for x in got[1:]], want, "float32")
+
+
+def test_pages_of_one_shape():
+    with pytest.raises(ValueError, match="lists need runtime 'pagedkv', and layers whose pages"):
+        export(attn_kind=["mha", "mla"], num_hidden_layers=2)
+
+
+def test_wrong_tensors():
+    class Wrong(Lists):
+        def attend(self, qkv, q, positions, cache: pkv.PagedKVCacheObject):
+            return cache.attention_to_positions(0, qkv, q, HEADS, SCALE)
+
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    row = spec.Tensor(["n", HEADS, DIM], "float32")
+    cache = spec.Object(object_type=pkv.PagedKVCacheObject)
+    arguments = {"qkv": row, "q": row, "positions": row, "cache": cache, "$": plain}
+    with pytest.raises(ValueError, match="positions must be of type int32 and have 2 dimensions"):
+        Wrong().export_tvm({"attend": arguments})

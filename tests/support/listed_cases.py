@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches whose rows attend to lists of positions; what no row lists is NaN."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from tir_kernels.spec import KernelSpec
+
+from .. import reference
+from ..reference.listed import listed_attention, listed_latent_attention, listed_positions
+from .attention_cases import PagedBatch, compiled, pool_of
+from .mla_cases import LatentBatch
+
+
+@functools.cache
+def listed_case(case: type) -> type:
+    """The class of batches like `case`, whose rows list `width` positions each.
+
+    Lists are in no order. They have holes, positions behind their rows, and repeated ones; one in
+    six is empty.
+    """
+
+    class ListedCase(case):
+        def __init__(self, spec: KernelSpec, lengths, seed: int, width: int):
+            super().__init__(spec, lengths, seed)
+            rng, self.owns, lists = self.rng, [], []
+            for n, kv in zip(self.num_rows, self.kv_lens, strict=True):
+                for own in range(kv - n, kv):
+                    row = rng.integers(-1 - kv // 8, kv + 2, width)
+                    lists.append(np.full(width, -1) if rng.random() < 1 / 6 else row)
+                    self.owns.append(own)
+            self.positions = np.array(lists, np.int32).reshape(len(lists), width)
+            self._forget_unlisted()
+
+        def sequence_slots(self, b: int) -> np.ndarray:
+            page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+            return reference.sequence_slots(page_ids, self.last_page_len[b], self.spec.page_size)
+
+        def rows_of(self, b: int) -> range:
+            return range(self.q_indptr[b], self.q_indptr[b + 1])
+
+        def _forget_unlisted(self) -> None:
+            """Let what no row sees be NaN."""
+            page = self.spec.page_size
+            for b in range(len(self.num_rows)):
+                slots = self.sequence_slots(b)
+                seen = [listed_positions(self.positions[r], self.owns[r]) for r in self.rows_of(b)]
+                hidden = np.setdiff1d(np.arange(len(slots)), np.concatenate([[], *seen]))
+                at = slots[hidden.astype(int)]
+                if self.pages.ndim == 3:
+                    self.pages[at // page, at % page] = np.nan
+                else:
+                    self.pages[at // page, :, :, at % page] = np.nan
+
+        def run(self, cpu: str = "native") -> None:
+            """Run `attend_listed`."""
+            pages = self.tensor(pool_of(self.spec, self.pages))
+            table = (self.page_indptr, self.page_values, self.last_page_len, self.positions)
+            compiled("attend_listed", self.spec, cpu)(
+                *(self.tensor(self.q), self.tensor(self.q_indptr), pages),
+                *(self.tensor(x) for x in table),
+                *(self.o, self.lse, self.sm_scale),
+            )
+
+        def expected(self):
+            """Return the reference's `(o, lse)`."""
+            outputs = []
+            for b in range(len(self.num_rows)):
+                rows, slots = list(self.rows_of(b)), self.sequence_slots(b)
+                if not rows:
+                    continue
+                lists, owns = self.positions[rows], [self.owns[r] for r in rows]
+                how = (lists, owns, self.sm_scale)
+                if self.pages.ndim == 3:
+                    page = self.spec.page_size
+                    latent = self.pages[slots // page, slots % page]
+                    width = self.spec.v_head_dim
+                    part = listed_latent_attention(self.q[rows], latent, width, *how)
+                else:
+                    k, v = reference.gather_slots(self.pages, slots)
+                    part = listed_attention(self.q[rows], k, v, *how, self.spec.logit_softcap)
+                outputs.append(part)
+            o, lse = zip(*outputs, strict=True)
+            return np.concatenate(o), np.concatenate(lse)
+
+    ListedCase.__name__ = f"Listed{case.__name__}"
+    return ListedCase
+
+
+ListedPagedBatch, ListedLatentBatch = listed_case(PagedBatch), listed_case(LatentBatch)

@@ -77,7 +77,8 @@ def measure(dtype: str, rows: list[int], budget: float, limits) -> None:
     import tvm
 
     from tvm_pagedkv.compiler.build import resolve_target, vector_target
-    from tvm_pagedkv.models.linear import PackedMatrix, linear
+    from tvm_pagedkv.models.linear import linear
+    from tvm_pagedkv.models.packed_layout import PackedMatrix
 
     peers = torch_times(dtype, rows, budget)
     target, rng = vector_target(), np.random.default_rng(0)

@@ -14,7 +14,7 @@ from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv.models.code_embedding import code_embedding
 from tvm_pagedkv.models.code_linear import code_linear
 from tvm_pagedkv.models.code_matrix import CodeMatrix
-from tvm_pagedkv.models.linear import UNIT_ROWS
+from tvm_pagedkv.models.packed_products import UNIT_ROWS
 from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
 from tvm_pagedkv.models.weight_formats import FORMATS, GROUP, quantize
 

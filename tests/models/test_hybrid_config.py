@@ -110,7 +110,7 @@ def test_granite_of_older_files(given):
         (mamba2, MAMBA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (falcon_h1, {"ssm_multipliers": [1, 2]}, "ssm_multipliers must be 5 numbers, got"),
         (falcon_h1, {"mamba_proj_bias": True}, "mamba_proj_bias is not supported in Falcon-H1"),
-        (granite_hybrid, {}, "mixture-of-experts models are not there yet; it has 8"),
+        (granite_hybrid, {}, "Granite 4 with experts is not supported; it has 8"),
         (granite_hybrid, DENSE | {"attention_bias": True}, "attention_bias is not supported in Gr"),
     ],
 )

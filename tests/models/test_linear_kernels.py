@@ -13,7 +13,9 @@ import tvm
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv.models import DecoderModel
-from tvm_pagedkv.models.linear import DEPTH, UNIT_ROWS, PackedMatrix, embedding, linear
+from tvm_pagedkv.models.linear import embedding, linear
+from tvm_pagedkv.models.packed_layout import PackedMatrix
+from tvm_pagedkv.models.packed_products import DEPTH, UNIT_ROWS
 
 from .. import reference
 from ..support.kernel_specs import needs_cpu

@@ -11,6 +11,7 @@ import pytest
 from tvm_pagedkv.config import LayerSpec
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_directory
+from tvm_pagedkv.models.expert_config import Experts
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weights import weights
 from tvm_pagedkv.models.work import Work
@@ -58,6 +59,20 @@ def test_bytes_are_those_of_weights_and_rows(windows):
     numbers = 2 * config.num_kv_heads * config.head_dim * sum(rows[window] for window in windows)
     found = Work(config, 2).num_bytes(70, [60, 20])
     assert found == 2 * (_num_weights(config) + numbers)
+
+
+def test_rows_need_some_of_the_experts():
+    """Two of eight: a step of one row reads a quarter of their weights, one of five rows all."""
+    config = replace(CONFIG, experts=Experts(8, 2, 96))
+    dense, expert = 2 * _num_weights(replace(CONFIG, intermediate_size=0)), 2 * 3 * 96
+    dense += 2 * 4 * 8 * config.hidden_size  # routers
+    expert *= 4 * config.hidden_size
+    work = Work(config, 2)
+    for rows, chosen in ((1, 2), (3, 6), (5, 8)):
+        expected = dense + chosen * expert + work.position_bytes * 4 * 7 * rows
+        assert work.num_bytes(7 * rows, [7] * rows) == expected
+    attention = 4 * 4 * config.num_heads * config.head_dim
+    assert work.flops([(0, 1)], 1) == dense + 2 * expert + attention
 
 
 def test_generation_counts_its_steps():

@@ -71,7 +71,11 @@ class Batch:
         self.budget, self.records_tokens, self.on_peak_usage = budget, records_tokens, on_peak_usage
         options = model.options
         self.work = Work(
-            model.config, ITEMSIZE[options.dtype], options.kv_dtype, model.matrix_bytes
+            model.config,
+            ITEMSIZE[options.dtype],
+            options.kv_dtype,
+            model.matrix_bytes,
+            model.expert_bytes,
         )
         self.statistics = Statistics(page_size=budget.page_size)
         self.running: list[Continuation] = []

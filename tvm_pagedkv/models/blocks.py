@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from ..config import KV_KINDS, LayerSpec
+from ..config import KV_KINDS
 from ..relax import PagedKVCacheObject
 from . import kernels
 from .config import DecoderConfig
 from .mixers import mixer_of
+from .mlp import Mlp
+from .moe import MixtureOfExperts
 from .options import BuildOptions
 from .projections import Linear, SplitLinear
 
@@ -97,28 +97,8 @@ class Attention(nn.Module):
         return self.o_proj(out, residual)
 
 
-class Mlp(nn.Module):
-    """The MLP: ``activation(gate) * up`` between two projections."""
-
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
-        self.width, self.options = config.intermediate_size // options.num_shards, options
-        self.activation, bias = config.activation, config.mlp_bias
-        hidden, width = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(
-            hidden, 2 * self.width, options, bias, name=f"{name}.gate_up_proj"
-        )
-        self.down_proj = SplitLinear(width, hidden, options, bias, name=f"{name}.down_proj")
-
-    def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
-        options = self.options
-        kernel = kernels.gated(self.activation, self.width, options.dtype, options.vector)
-        out = nn.Tensor.placeholder((x.shape[0], self.width), options.dtype)
-        gated = op.tensor_ir_op(kernel, "gated", [self.gate_up_proj(x)], out)
-        return self.down_proj(gated, residual)
-
-
 class Block(nn.Module):
-    """One layer: attention or a mixer, then the MLP, with norms before them, after them, or both.
+    """One layer: attention or a mixer, then the MLP or experts, with norms before or after them.
 
     Where a layer has attention and a mixer, both see the same rows, and their outputs are added.
     The MLP is beside them as well where it is parallel.
@@ -129,19 +109,21 @@ class Block(nn.Module):
         config: DecoderConfig,
         options: BuildOptions,
         name: str,
-        layers: Sequence[LayerSpec],
+        layer: int,
     ):
         def norm(name: str | None) -> Norm | None:
             return Norm(config, options) if name else None
 
         self.self_attn = self.mixer = self.mlp = None
-        for layer in layers:
-            if layer.kind in KV_KINDS:
+        for spec in config.layers_of(layer):
+            if spec.kind in KV_KINDS:
                 self.self_attn = Attention(config, options, f"{name}.self_attn")
             else:
-                self.mixer = mixer_of(layer)(config, options, layer, f"{name}.mixer")
-        if config.intermediate_size:
-            self.mlp = Mlp(config, options, f"{name}.mlp")
+                self.mixer = mixer_of(spec)(config, options, spec, f"{name}.mixer")
+        if config.has_experts(layer):
+            self.mlp = MixtureOfExperts(config, options, f"{name}.mlp")
+        elif config.intermediate_size:
+            self.mlp = Mlp(config, options, f"{name}.mlp", config.intermediate_size)
         self.is_parallel = config.parallel_mlp
         self.before_attention = norm(config.norms.before_attention)
         self.after_attention = norm(config.norms.after_attention)

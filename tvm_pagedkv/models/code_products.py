@@ -5,6 +5,8 @@
 panel of weights, and add to the sums of a tile of rows.
 """
 
+from collections.abc import Callable
+
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.byte_shuffles import INT32
@@ -22,7 +24,7 @@ from tir_kernels.cpu.simd import (
 from tir_kernels.cpu.vnni import UnsignedDots
 
 from .code_matrix import CodeMatrix
-from .linear import widen
+from .packed_products import widen
 from .weight_formats import GROUP
 
 LANES = UnsignedDots.lanes
@@ -69,20 +71,25 @@ class ByteProducts(Panel):
     weight : buffer
     x : (codes, scales, sums)
         Rows as `row_codes.encode_rows` writes them.
+    unit_rows : int
+        Maximum number of rows.
+    row_of : callable
+        The row of x that a row of the unit comes from.
     """
 
     num_groups = 1  # of a panel
     llvm_helpers = UnsignedDots().llvm_helpers
 
-    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int):
+    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
         super().__init__(matrix, weight)
+        self.row_of = row_of
         self.x_codes, self.x_scales, self.x_sums = x
         self.dots = UnsignedDots()
         self.is_packed = matrix.format.bits == 4
         if self.is_packed:
             self.panel = T.alloc_buffer((_DWORDS, matrix.width), INT32)
 
-    def begin_part(self, block, group, first_row, count) -> None:
+    def begin_part(self, block, group, count) -> None:
         """Take the codes of a group."""
         if not self.is_packed:
             return
@@ -117,14 +124,14 @@ class ByteProducts(Panel):
         value = T.reinterpret(INT32, self.x_codes[row, group, ramp(at, 4)])
         return temp(value, 1, INT32)
 
-    def add_tile(self, sums, row, num_rows: int, block, group, first_row) -> None:
+    def add_tile(self, sums, row, num_rows: int, block, group) -> None:
         """Add the products with `num_rows` rows to their sums."""
         if num_rows == 1:
-            self._add_row(sums, row, block, group, first_row)
+            self._add_row(sums, row, block, group)
             return
         tile = [(r, v) for r in range(num_rows) for v in range(self.matrix.vectors)]
         totals = {at: Register(LANES, INT32, integer(0)) for at in tile}
-        rows = [temp(first_row + row + r, 1, "int64") for r in range(num_rows)]
+        rows = [temp(self.row_of(row + r), 1, "int64") for r in range(num_rows)]
 
         def add_bytes(first: int) -> None:
             with T.serial(_DWORDS) as dword:
@@ -147,15 +154,15 @@ class ByteProducts(Panel):
                 totals[r, v].set(total)
         add_bytes(GROUP)
         totals = {at: total.get() for at, total in totals.items()}
-        self._add_totals(sums, row, num_rows, (block, group, first_row), totals)
+        self._add_totals(sums, row, rows, (block, group), totals)
 
-    def _add_row(self, sums, row, block, group, first_row) -> None:
+    def _add_row(self, sums, row, block, group) -> None:
         """Add the products with one row, in decode.
 
         High and low bytes have sums of their own: twice as many chains of dot products, which do
         not wait for each other, and each code is read and unpacked once.
         """
-        vectors, x_row = range(self.matrix.vectors), temp(first_row + row, 1, "int64")
+        vectors, x_row = range(self.matrix.vectors), temp(self.row_of(row), 1, "int64")
         sums_of = [[Register(LANES, INT32, integer(0)) for v in vectors] for part in range(2)]
         halves = 2 if self.is_packed else 1
         for dword in range(_DWORDS // halves):
@@ -174,16 +181,16 @@ class ByteProducts(Panel):
             if self.matrix.format.zero:
                 total = total + broadcast(offset, LANES)
             totals[0, v] = total
-        self._add_totals(sums, row, 1, (block, group, first_row), totals)
+        self._add_totals(sums, row, [x_row], (block, group), totals)
 
-    def _add_totals(self, sums, row, num_rows: int, part, totals) -> None:
+    def _add_totals(self, sums, row, x_rows: list, part, totals) -> None:
         """Add the products of integers, times their scales, to the sums of some rows."""
-        block, group, first_row = part
+        block, group = part
         for v in range(self.matrix.vectors):
             scale = self.scale(block, group, v)
             minimum = self.minimum(block, group, v) if self.matrix.format.has_minima else None
-            for r in range(num_rows):
-                at, x_row = (row + r, v * LANES), first_row + row + r
+            for r, x_row in enumerate(x_rows):
+                at = (row + r, v * LANES)
                 x_scale = temp(self.x_scales[x_row, group])
                 number = T.cast(totals[r, v], "float32x16")
                 total = load(sums, at, LANES) + number * (scale * broadcast(x_scale, LANES))
@@ -203,26 +210,29 @@ class FloatProducts(Panel):
     weight : buffer
     x : (buffer,)
         Rows of any type.
+    unit_rows, row_of
+        As for `ByteProducts`.
     """
 
     num_groups = _FLOAT_GROUPS
     llvm_helpers = ()
 
-    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int):
+    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
         super().__init__(matrix, weight)
+        self.row_of = row_of
         (self.x,) = x
         self.lanes = matrix.target.lanes
         depth = self.num_groups * GROUP
         self.panel = T.alloc_buffer((depth, matrix.width), F32)
         self.wide = T.alloc_buffer((unit_rows, depth), F32)
 
-    def begin_part(self, block, group, first_row, count) -> None:
+    def begin_part(self, block, group, count) -> None:
         """Convert the codes of some groups, and as many columns of the rows."""
         length = self._length(group)
         with T.serial(length // GROUP) as g:
             for v in range(self.matrix.vectors):
                 self._convert(block, group, g, v)
-        widen(self.x, self.wide, first_row, count, group * GROUP, length, self.lanes)
+        widen(self.x, self.wide, self.row_of, count, group * GROUP, length, self.lanes)
 
     def _length(self, group):
         """Input features of a part."""
@@ -252,7 +262,7 @@ class FloatProducts(Panel):
                 row = g * GROUP + i + part * (GROUP // per_byte)
                 store(self.panel, (row, v * lanes), lanes, value)
 
-    def add_tile(self, sums, row, num_rows: int, block, group, first_row) -> None:
+    def add_tile(self, sums, row, num_rows: int, block, group) -> None:
         """Add the products with `num_rows` rows to their sums."""
         lanes, vectors = self.lanes, range(self.matrix.vectors)
         tile = [(r, v) for r in range(num_rows) for v in vectors]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DecoderConfig`: the shape of a dense or hybrid decoder of any family."""
+"""`DecoderConfig`: the shape of a decoder of any family."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import KV_KINDS, LayerSpec, RopeConfig
+from .expert_config import Experts
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ class DecoderConfig:
     scales : Scales
     mamba2 : Mamba2Options
         For layers with the rule "mamba2".
+    experts : Experts, optional
+        What layers have in place of one MLP; None: all layers are dense.
     longest_text : int, optional
         Maximum length of a text, for models whose RoPE would need K to be rotated again beyond it.
     eos_token_ids : tuple of int
@@ -190,6 +193,7 @@ class DecoderConfig:
     names: TensorNames = TensorNames()
     scales: Scales = Scales()
     mamba2: Mamba2Options = Mamba2Options()
+    experts: Experts | None = None
     longest_text: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -204,6 +208,10 @@ class DecoderConfig:
         """Return the layers of the cache that a layer of the model has."""
         begin = index * self.layers_per_block
         return self.layers[begin : begin + self.layers_per_block]
+
+    def has_experts(self, index: int) -> bool:
+        """Whether a layer of the model has experts in place of one MLP."""
+        return self.experts is not None and index not in self.experts.dense_layers
 
     @property
     def has_mixers(self) -> bool:

@@ -37,10 +37,7 @@ class Decoder(nn.Module):
         own = options.layers_of(config)
         self.first_layer = own.start * config.layers_per_block
         self.layers = nn.ModuleList(
-            [
-                Block(config, options, f"layers.{index}", config.layers_of(layer))
-                for index, layer in enumerate(own)
-            ]
+            [Block(config, options, f"layers.{index}", layer) for index, layer in enumerate(own)]
         )
         if options.is_last:
             self.norm = Norm(config, options)

@@ -26,7 +26,9 @@ def granite_hybrid(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of a Granite 4 hybrid."""
     num_experts = fields.get("num_local_experts", 8)
     if num_experts:
-        raise ValueError(f"mixture-of-experts models are not there yet; it has {num_experts}")
+        raise ValueError(
+            f"Granite 4 with experts is not supported; it has {num_experts} (num_local_experts)"
+        )
     for name in ("attention_bias", "mamba_proj_bias"):
         if read.flag(fields, name):
             raise ValueError(f"{name} is not supported in Granite 4, whose models have none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama and Mistral: norms before attention and MLP, SwiGLU, no norms of Q and K."""
+"""Llama, Mistral and Mixtral: norms before attention and MLP, SwiGLU, no norms of Q and K."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from . import fields as read
 from .config import DecoderConfig
+from .expert_config import ExpertNames, Experts, num_experts
 
 
 def llama(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -22,11 +23,25 @@ def llama(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def mistral(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of Mistral 7B and Nemo. Version 0.1 has a window in every layer."""
-    has_window = fields.get("sliding_window") is not None
-    return _decoder(fields, read.SLIDING if has_window else read.FULL)
+    return _decoder(fields, _mistral_kind(fields))
 
 
-def _decoder(fields: Mapping[str, Any], kind: str) -> DecoderConfig:
+def mixtral(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Mixtral: Mistral with experts in place of MLPs."""
+    experts = Experts(
+        num_experts(fields, 8),
+        read.positive(fields, "num_experts_per_tok", 2),
+        read.positive(fields, "intermediate_size"),
+        names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    )
+    return _decoder(fields, _mistral_kind(fields), experts)
+
+
+def _mistral_kind(fields: Mapping[str, Any]) -> str:
+    return read.FULL if fields.get("sliding_window") is None else read.SLIDING
+
+
+def _decoder(fields: Mapping[str, Any], kind: str, experts: Experts | None = None) -> DecoderConfig:
     bias = read.flag(fields, "attention_bias")
     num_layers = read.positive(fields, "num_hidden_layers")
     return DecoderConfig(
@@ -38,4 +53,5 @@ def _decoder(fields: Mapping[str, Any], kind: str) -> DecoderConfig:
         activation=read.silu(fields),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
+        experts=experts,
     )

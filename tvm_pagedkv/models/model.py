@@ -156,6 +156,11 @@ class DecoderModel:
         """Bytes of the matrices that multiply the rows of a step."""
         return matrix_bytes(self.config, [self.options])
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of those that belong to experts, of which a row needs a few."""
+        return matrix_bytes(self.config, [self.options], only_experts=True)
+
     # --- steps ----------------------------------------------------------------------------------
 
     def create_cache(

@@ -9,8 +9,9 @@ from tvm.relax.frontend.nn import op
 from .code_embedding import code_embedding
 from .code_linear import code_linear
 from .code_matrix import CodeMatrix
-from .linear import PackedMatrix, embedding, linear
+from .linear import embedding, linear
 from .options import BuildOptions
+from .packed_layout import PackedMatrix
 from .row_codes import ROW_BYTES, encode_rows
 
 
@@ -33,20 +34,24 @@ def multiply(
     out_dtype: str,
 ) -> nn.Tensor:
     """Return ``x @ weight.T (+ bias) (+ residual)``."""
-    rows, chosen = [x], {"bias": bias is not None, "residual": residual is not None}
+    chosen = {"bias": bias is not None, "residual": residual is not None}
     if isinstance(matrix, PackedMatrix):
         kernel = linear(matrix, out_dtype, **chosen)
     else:
         kernel = code_linear(matrix, x.dtype, out_dtype, **chosen)
-        if matrix.multiplies_codes:
-            rows = _encode(matrix, x)
-    inputs = [*rows, weight, *(each for each in (bias, residual) if each is not None)]
+    inputs = [
+        *encoded_rows(matrix, x),
+        weight,
+        *(each for each in (bias, residual) if each is not None),
+    ]
     out = nn.Tensor.placeholder((x.shape[0], matrix.out_features), out_dtype)
     return op.tensor_ir_op(kernel, "linear", inputs, out)
 
 
-def _encode(matrix: CodeMatrix, x: nn.Tensor) -> list[nn.Tensor]:
-    """Return the codes, scales and sums of rows."""
+def encoded_rows(matrix: PackedMatrix | CodeMatrix, x: nn.Tensor) -> list[nn.Tensor]:
+    """Return rows as they are multiplied: as they are, or their codes, scales and sums."""
+    if isinstance(matrix, PackedMatrix) or not matrix.multiplies_codes:
+        return [x]
     n, num_groups = x.shape[0], matrix.num_groups
     outs = [
         nn.Tensor.placeholder((n, num_groups, ROW_BYTES), "uint8"),

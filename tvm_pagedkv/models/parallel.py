@@ -198,6 +198,11 @@ class ParallelModel:
         """Bytes of the matrices that multiply the rows of a step, of all workers."""
         return matrix_bytes(self.config, self._stages)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of those that belong to experts, of which a row needs a few."""
+        return matrix_bytes(self.config, self._stages, only_experts=True)
+
     # --- steps ----------------------------------------------------------------------------------
 
     def create_cache(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense Qwen2, Qwen2.5 and Qwen3.
+"""Qwen2, Qwen2.5 and Qwen3.
 
 As Llama; Qwen2 has biases on Q, K and V, and Qwen3 norms of each head of Q and K instead. The last
-layers may have a window.
+layers may have a window. Qwen3-MoE has experts in place of MLPs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from . import fields as read
 from .config import DecoderConfig
+from .expert_config import Experts, dense_layers, num_experts
 
 _HIDDEN_SIZE_OF_72B = 8192
 
@@ -27,9 +28,26 @@ def qwen2(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def qwen3(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of the dense Qwen3."""
+    return _qwen3(fields)
+
+
+def qwen3_moe(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Qwen3-MoE."""
+    num_layers = read.positive(fields, "num_hidden_layers")
+    experts = Experts(
+        num_experts(fields, 128),
+        read.positive(fields, "num_experts_per_tok", 8),
+        read.positive(fields, "moe_intermediate_size", 768),
+        normalizes=read.flag(fields, "norm_topk_prob"),
+        dense_layers=dense_layers(fields, num_layers),
+    )
+    return _qwen3({"intermediate_size": 6144, **fields}, experts=experts)
+
+
+def _qwen3(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
     bias = read.flag(fields, "attention_bias")
     head_dim = {"head_dim": read.positive(fields, "head_dim", 128)}
-    return _decoder({**fields, **head_dim}, qkv_bias=bias, o_bias=bias, qk_norm="head")
+    return _decoder({**fields, **head_dim}, qkv_bias=bias, o_bias=bias, qk_norm="head", **own)
 
 
 def _decoder(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:

@@ -22,11 +22,11 @@ from .fields import token_ids
 from .gemma import gemma2, gemma3
 from .granite import granite_hybrid
 from .lfm2 import lfm2
-from .llama import llama, mistral
+from .llama import llama, mistral, mixtral
 from .mamba2 import mamba2
 from .olmo import olmo2, olmo3
 from .phi import phi3
-from .qwen import qwen2, qwen3
+from .qwen import qwen2, qwen3, qwen3_moe
 from .qwen3_5 import qwen3_5, qwen3_5_with_pictures
 from .smollm3 import smollm3
 
@@ -48,6 +48,8 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "SmolLM3ForCausalLM": ("smollm3", smollm3),
     "Cohere2ForCausalLM": ("cohere2", cohere2),
     "Exaone4ForCausalLM": ("exaone4", exaone4),
+    "MixtralForCausalLM": ("mixtral", mixtral),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
     "Lfm2ForCausalLM": ("lfm2", lfm2),
@@ -59,7 +61,7 @@ _BY_MODEL_TYPE = {model_type: reader for model_type, reader in FAMILIES.values()
 
 # Features that no family supports yet -> fields that indicate them.
 _NOT_YET = {
-    "mixture-of-experts models": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "other mixture-of-experts models": ("num_local_experts", "num_experts", "n_routed_experts"),
     "models with multi-head latent attention (MLA)": ("kv_lora_rank",),
     "models with encoders of pictures or sound": ("vision_config", "audio_config"),
 }
@@ -156,7 +158,7 @@ def _unknown(architectures: list[str], fields: Mapping[str, Any]) -> str:
     asked = architectures[0] if architectures else fields.get("model_type") or "(none given)"
     reasons = [what for what, names in _NOT_YET.items() if any(fields.get(name) for name in names)]
     if not reasons and any(word in str(asked).lower() for word in ("moe", "mixtral")):
-        reasons = ["mixture-of-experts models"]
+        reasons = ["other mixture-of-experts models"]
     if reasons:
         return (
             f"architecture {asked} is not supported: {' and '.join(reasons)} are not there yet; "

@@ -14,6 +14,7 @@ from .weights import Weight, weights
 CHOICES = ("auto", "float", "int8", "int4")
 _VOCABULARY = ("embed_tokens", "lm_head.weight")
 _GATES = ".gates.weight"  # decays and rates of recurrences, of which there are few
+_NEVER = (".router.weight", ".shared_gate.weight")  # they choose and weight experts
 
 
 def check_weights(choice: str) -> None:
@@ -46,7 +47,7 @@ def with_formats(
 def _format(
     name: str, weight: Weight, tensors: Tensors, choice: str, num_shards: int
 ) -> WeightFormat | None:
-    if not weight.is_matrix or choice == "float":
+    if not weight.is_matrix or choice == "float" or name.endswith(_NEVER):
         return None
     in_features = weight.parts[0].shape[-1]
     if weight.split == "columns":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -72,12 +72,21 @@ class Weight:
         the first worker has it, and the others have zeros. None: every worker has all of it.
     offset : float
         Constant that is added.
+    experts : int
+        Number of matrices that are packed one after another, each of as many parts.
     """
 
     parts: tuple[Part, ...]
     is_matrix: bool
     split: str | None = None
     offset: float = 0.0
+    experts: int = 1
+
+    def of_experts(self) -> Iterator[Weight]:
+        """Yield the weight of each expert."""
+        count = len(self.parts) // self.experts
+        for first in range(0, len(self.parts), count):
+            yield replace(self, parts=self.parts[first : first + count], experts=1)
 
     def share(self, part, shard: int, num_shards: int):
         """Return the share of a part, quantized or not, that worker `shard` of `num_shards` has."""
@@ -149,16 +158,26 @@ def halves(name: str, groups: int, width: int) -> list[Output]:
 
 
 def rows(
-    ours: str, theirs: str, outputs: Sequence[Output], in_features: int, *, bias: bool = False
+    ours: str,
+    theirs: str,
+    outputs: Sequence[Output],
+    in_features: int,
+    *,
+    bias: bool = False,
+    is_split: bool = True,
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield projections of one input as one matrix. Workers divide the rows of each projection."""
+    """Yield projections of one input as one matrix.
+
+    Workers divide the rows of each projection, unless it is not `is_split`.
+    """
+    split = "rows" if is_split else None
 
     def parts(kind: str, *columns: int) -> tuple[Part, ...]:
         return tuple(each.part(theirs, kind, columns) for each in outputs)
 
-    yield f"{ours}.weight", Weight(parts("weight", in_features), True, "rows")
+    yield f"{ours}.weight", Weight(parts("weight", in_features), True, split)
     if bias:
-        yield f"{ours}.bias", Weight(parts("bias"), False, "rows")
+        yield f"{ours}.bias", Weight(parts("bias"), False, split)
 
 
 def columns(

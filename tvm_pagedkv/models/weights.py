@@ -18,6 +18,8 @@ from ..config import KV_KINDS
 from .config import DecoderConfig
 from .decoder import Decoder
 from .mixers import mixer_of
+from .mlp import mlp_weights
+from .moe import moe_weights
 from .options import BuildOptions
 from .packed import packed_matrix
 from .source import Tensors
@@ -48,8 +50,13 @@ def _layer(config: DecoderConfig, ours: str, index: int) -> Iterator[tuple[str, 
         else:
             mixer = mixer_of(spec)
             yield from mixer.weights(config, spec, f"{ours}.mixer", f"{theirs}.{names.mixer}")
-    if config.intermediate_size:
-        yield from _mlp(config, f"{ours}.mlp", f"{theirs}.{names.mlp}")
+    if config.has_experts(index):
+        assert config.experts is not None
+        block = f"{theirs}.{config.experts.names.block}"
+        yield from moe_weights(config, f"{ours}.mlp", block)
+    elif config.intermediate_size:
+        mlp = f"{theirs}.{names.mlp}"
+        yield from mlp_weights(config, f"{ours}.mlp", mlp, config.intermediate_size)
     for place, name in vars(config.norms).items():
         if name:
             yield _norm(config, f"{ours}.{place}.weight", f"{theirs}.{name}")
@@ -89,30 +96,15 @@ def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, 
             yield _norm(c, f"{ours}.qk_norm.{name}_weight", f"{theirs}.{tensor}", width)
 
 
-def _mlp(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
-    names, width, scales = c.names, c.intermediate_size, (c.scales.gate, 1.0)
-    if names.fused_gate_up:
-        outputs = slices(names.fused_gate_up, width, width, scales=scales)
-    else:
-        both = zip((names.gate, names.up), scales, strict=True)
-        outputs = [Output(name, width, scale=scale) for name, scale in both]
-    yield from rows(f"{ours}.gate_up_proj", theirs, outputs, c.hidden_size, bias=c.mlp_bias)
-    yield from columns(
-        f"{ours}.down_proj",
-        f"{theirs}.{names.down}",
-        (c.hidden_size, width),
-        bias=c.mlp_bias,
-        scale=c.scales.mlp,
-    )
-
-
-def matrix_bytes(config: DecoderConfig, stages: Iterable[BuildOptions]) -> int:
+def matrix_bytes(
+    config: DecoderConfig, stages: Iterable[BuildOptions], *, only_experts: bool = False
+) -> int:
     """Return the bytes of the matrices that multiply rows, of all stages and workers of a model."""
     total = 0
     for options in stages:
         for name, weight in weights(config, options.layers_of(config)):
             is_used = options.is_last if name == "lm_head.weight" else name != "embed_tokens"
-            if weight.is_matrix and is_used:
+            if weight.is_matrix and is_used and (weight.experts > 1 or not only_experts):
                 size = sum(part.size for part in weight.parts)
                 format = options.format_of(name)
                 itemsize = ITEMSIZE[options.dtype]
@@ -142,25 +134,16 @@ def load_parameters(
     parameters = [*Decoder(config, options).named_parameters()]
     for index, (name, parameter) in enumerate(parameters):
         report("loading weights", index, len(parameters))
-        source, dtype = sources[name], np.dtype(parameter.dtype)
-        format = options.format_of(name)
-        array: Any
-        parts = [
-            source.share(_read(checkpoint, part, format), shard, options.num_shards)
-            for part in source.parts
-        ]
-        if format is not None:
-            array = concatenate(parts)
-        else:
-            array = np.concatenate(parts).astype(dtype)
-            if not source.is_matrix:
-                array = array.reshape(parameter.shape)
-            if source.offset:
-                array += dtype.type(source.offset)
-        if source.is_matrix:
-            packed: Any = packed_matrix(name, array.shape[0], array.shape[1], options)
-            array = packed.pack(array)
-        loaded.append(_as_parameter(array))
+        source, dtype = sources[name], parameter.dtype
+        if source.experts == 1:
+            array = _load(name, source, checkpoint, options, shard, dtype)
+            loaded.append(_as_parameter(array.reshape(parameter.shape)))
+            continue
+        memory, tensor = huge_zeros(parameter.shape, dtype)
+        experts = memory.reshape(source.experts, -1)
+        for row, each in zip(experts, source.of_experts(), strict=True):
+            row[:] = _load(name, each, checkpoint, options, shard, dtype).reshape(-1)
+        loaded.append(tensor)
     return loaded
 
 
@@ -171,6 +154,28 @@ def _as_parameter(array: np.ndarray) -> tvm.runtime.Tensor:
     memory, tensor = huge_zeros(array.shape, array.dtype.name)
     memory[...] = array
     return tensor
+
+
+def _load(
+    name: str, source: Weight, checkpoint: Tensors, options: BuildOptions, shard: int, dtype: str
+) -> np.ndarray:
+    """Load a weight, packed if it is a matrix."""
+    format = options.format_of(name)
+    array: Any
+    parts = [
+        source.share(_read(checkpoint, part, format), shard, options.num_shards)
+        for part in source.parts
+    ]
+    if format is not None:
+        array = concatenate(parts)
+    else:
+        array = np.concatenate(parts).astype(dtype)
+        if source.offset:
+            array += array.dtype.type(source.offset)
+    if not source.is_matrix:
+        return array
+    packed: Any = packed_matrix(name, array.shape[0], array.shape[1], options)
+    return packed.pack(array)
 
 
 def _read(

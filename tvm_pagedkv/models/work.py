@@ -25,6 +25,8 @@ class Work:
         The codec; None or a type of numbers: there is none.
     weight_bytes : int, optional
         Bytes of all matrices that multiply rows; None: `itemsize` for each weight.
+    expert_bytes : int, optional
+        Bytes of those that belong to experts; None: `itemsize` for each weight.
     """
 
     def __init__(
@@ -33,21 +35,32 @@ class Work:
         itemsize: int,
         kv_dtype: str | None = None,
         weight_bytes: int | None = None,
+        expert_bytes: int | None = None,
     ):
-        c = config
+        c, self.experts = config, config.experts
         attention = [layer for layer in c.layers if layer.kind in KV_KINDS]
         states = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
         self.windows = [layer.window for layer in attention]  # None: no window
-        self.layer_weights = sum(
-            part.size
+        matrices = [
+            (sum(part.size for part in weight.parts), weight.experts > 1)
             for name, weight in weights(c, range(c.num_layers))
-            for part in weight.parts
             if weight.is_matrix and name.startswith("layers.")
+        ]
+        self.layer_weights = sum(size for size, _ in matrices)
+        self.expert_weights = sum(size for size, is_of_experts in matrices if is_of_experts)
+        # Numbers of layers that a row multiplies with.
+        self.row_weights = (
+            self.layer_weights
+            - self.expert_weights
+            + round(self.expert_weights * self._share_of_experts(1))
         )
         self.state_numbers = sum(x.num_heads * x.key_dim * x.value_dim for x in states)
         self.head_weights = c.vocab_size * c.hidden_size
         numbers = self.layer_weights + self.head_weights
         self.weight_bytes = numbers * itemsize if weight_bytes is None else weight_bytes
+        if expert_bytes is None:
+            expert_bytes = self.expert_weights * itemsize
+        self.expert_bytes = expert_bytes
         self.width = c.head_dim * c.num_heads
         row_bytes, codec = 2 * c.head_dim * itemsize, codec_of(kv_dtype or "")
         if codec is not None:
@@ -73,14 +86,15 @@ class Work:
         for past, rows in chunks:
             lengths = np.arange(past + 1, past + rows + 1)
             pairs = sum(self._seen(lengths))
-            total += 2 * self.layer_weights * rows + 4 * self.width * pairs
+            total += 2 * self.row_weights * rows + 4 * self.width * pairs
             total += 5 * self.state_numbers * rows
         return total
 
     def num_bytes(self, positions: int, lengths: Sequence[int]) -> int:
         """Return the bytes that a step with one row per sequence moves.
 
-        Weights, K and V are read; states of float32 are read and written.
+        Weights, K and V are read; states of float32 are read and written. Of experts as many are
+        counted as rows can choose at most.
 
         Parameters
         ----------
@@ -94,7 +108,15 @@ class Work:
             for window, seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
         )
         state_bytes = 2 * 4 * self.state_numbers * len(lengths)
-        return self.weight_bytes + self.position_bytes * rows + state_bytes
+        weight_bytes = self.weight_bytes - self.expert_bytes
+        weight_bytes += int(self.expert_bytes * self._share_of_experts(len(lengths)))
+        return weight_bytes + self.position_bytes * rows + state_bytes
+
+    def _share_of_experts(self, rows: int) -> float:
+        """Return the largest share of a layer's experts that so many rows can choose."""
+        if self.experts is None:
+            return 0.0
+        return min(1.0, rows * self.experts.num_chosen / self.experts.num_experts)
 
     def _seen(self, lengths: np.ndarray) -> list[int]:
         """Return for each layer the positions that the last rows of all sequences see, summed."""

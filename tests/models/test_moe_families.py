@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of small random models with experts, step by step, against transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
+from tvm_pagedkv.models.weight_formats import GROUP, INT4_MINIMA, INT8, quantize  # noqa: E402
+
+from ..support.model_cases import (  # noqa: E402
+    CHECKS,
+    PAGE_SIZE,
+    Pair,
+    assert_close,
+    random_tokens,
+    write_checkpoint,
+)
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+WIDE = HEADS | {"hidden_size": 64}
+FAMILIES = {
+    "qwen3_moe": WIDE
+    | {
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "num_experts": 12,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "mixtral": WIDE
+    | {
+        "intermediate_size": 80,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+    },
+}
+# What makes a family what it is: with another value the logits must be others, or the tests of
+# the family would not notice it.
+OTHER_VALUES = [
+    ("qwen3_moe", {"norm_topk_prob": False}),
+    ("qwen3_moe", {"num_experts_per_tok": 3}),
+    ("qwen3_moe", {"mlp_only_layers": []}),
+    ("mixtral", {"sliding_window": 256}),
+    ("mixtral", {"num_experts_per_tok": 3}),
+]
+# Checkpoints of a family that the cases above do not have.
+VARIANTS = {
+    "qwen3_moe, probabilities": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe, every second layer": (
+        "qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}
+    ),
+    "mixtral, no window": ("mixtral", {"sliding_window": None}),
+}  # fmt: skip
+QUICK = ("qwen3_moe",)
+
+
+def _marked(families):
+    """The families; those that add nothing to the code of others are slow."""
+    return [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in families
+    ]
+
+
+@pytest.fixture(scope="module", params=_marked(FAMILIES))
+def pair(request, tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+def test_logits(pair, check, seed):
+    check(pair, seed)
+
+
+def test_pops(pair):
+    tokens, other = random_tokens(1, 30, 9)
+    cache = pair.cache()
+    cache.add_sequence(0)
+    pair.ours.prefill(cache, [0], [tokens])
+    cache.pop_n(0, 5)
+    logits = pair.ours.logits(cache, [0], [other])[0]
+    assert_close(logits, pair.expected([*tokens[:25], *other])[25:])
+
+
+def test_prompts_that_begin_alike(pair):
+    """A prompt that begins as a removed one continues from its pages."""
+    tokens, own = random_tokens(3, 24, 8)
+    cache = pair.cache()
+    cache.add_sequence(0, tokens)
+    pair.ours.prefill(cache, [0], [tokens])
+    cache.record_tokens(0, tokens)
+    cache.remove_sequence(0)
+    prompt = [*tokens, *own]
+    length = cache.add_sequence(1, prompt)
+    assert length >= 20
+    logits = pair.ours.logits(cache, [1], [prompt[length:]])[0]
+    assert_close(logits, pair.expected(prompt)[length:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
+def test_variants(family, changes, tmp_path):
+    CHECKS["chunks"](Pair(tmp_path, family, FAMILIES[family] | changes), 0)
+
+
+@pytest.mark.parametrize(("family", "other"), OTHER_VALUES, ids=str)
+def test_the_checkpoints_show_what_is_special(family, other, tmp_path):
+    tokens = torch.tensor([list(random_tokens(0, 41)[0])])
+    logits = []
+    for fields in (FAMILIES[family], FAMILIES[family] | other):
+        with torch.no_grad():
+            logits.append(write_checkpoint(tmp_path, family, fields)(tokens).logits[0, 36:])
+    assert (logits[0] - logits[1]).abs().max() > 0.05
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("qwen"), "qwen3_moe", FAMILIES["qwen3_moe"])
+
+
+def _found(pair: Pair, tokens, **options) -> np.ndarray:
+    """Logits of a model that is loaded with options."""
+    dtype = options.pop("dtype", "float32")
+    model = DecoderModel.from_pretrained(pair.folder, dtype, page_size=PAGE_SIZE, **options)
+    cache = model.create_cache(1, 64, 64)
+    cache.add_sequence(0)
+    return np.concatenate([model.logits(cache, [0], [x])[0] for x in np.split(tokens, [7, 8])])
+
+
+@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_experts_in_8_or_4_bits(qwen, weights):
+    """Logits are those of transformers with the weights that the codes stand for."""
+    (tokens,) = random_tokens(4, 20)
+    options = {"page_size": PAGE_SIZE, "weights": weights}
+    model = DecoderModel.from_pretrained(qwen.folder, "float32", **options)
+    formats = dict(model.options.formats)
+    assert "layers.0.mlp.down.weight" in formats and "layers.0.mlp.router.weight" not in formats
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(qwen.folder, dtype=torch.float32)
+    for name, parameter in theirs.named_parameters():
+        is_matrix = parameter.ndim > 1 and parameter.shape[-1] % GROUP == 0
+        if is_matrix and not name.endswith("mlp.gate.weight"):
+            has_8_bits = weights == "int8" or "embed_tokens" in name or "lm_head" in name
+            rows = parameter.detach().numpy().reshape(-1, parameter.shape[-1])
+            rounded = quantize(rows, INT8 if has_8_bits else INT4_MINIMA).values()
+            parameter.data = torch.tensor(rounded).reshape(parameter.shape)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    found = _found(qwen, tokens, weights=weights)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-2)  # activations of 16 bits
+
+
+@pytest.mark.slow
+def test_quantized_attention_beside_experts(qwen):
+    (tokens,) = random_tokens(6, 21)
+    found, expected = _found(qwen, tokens, kv_dtype="int8"), qwen.expected(tokens)
+    assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_bfloat16_is_close(tmp_path):
+    fields = FAMILIES["mixtral"] | {"initializer_range": 0.1, "num_experts_per_tok": 5}
+    pair = Pair(tmp_path, "mixtral", fields)
+    pair.theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    pair.theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    (tokens,) = random_tokens(4, 20)
+    found, expected = _found(pair, tokens, dtype=None), pair.expected(tokens)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_shards(qwen, tmp_path):
+    """Tensors of several files, of which an index tells the file of each."""
+    theirs = write_checkpoint(tmp_path, "qwen3_moe", FAMILIES["qwen3_moe"], max_shard_size="200KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 3
+    model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
+    assert len([*theirs.parameters()]) > 10
+    for found, expected in zip(model.parameters, qwen.ours.parameters, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@pytest.mark.slow
+def test_workers_share_experts(tmp_path):
+    """Two stages of two shards, each of which has half of every expert."""
+    fields = FAMILIES["qwen3_moe"] | {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    theirs = write_checkpoint(tmp_path, "qwen3_moe", fields)
+    (tokens,) = random_tokens(5, 20)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    with ParallelModel.from_pretrained(
+        tmp_path, "float32", page_size=PAGE_SIZE, threads=True, num_shards=2, stages=2
+    ) as model:
+        cache = model.create_cache(1, 64, 64)
+        cache.add_sequence(0)
+        found = np.concatenate(model.logits(cache, [0], [tokens]))
+    assert_close(found, expected)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

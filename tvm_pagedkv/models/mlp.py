@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Mlp`: the dense MLP of a layer, and the sources of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op
+
+from . import kernels
+from .config import DecoderConfig
+from .options import BuildOptions
+from .projections import Linear, SplitLinear
+from .weight_parts import Output, Weight, columns, rows, slices
+
+
+class Mlp(nn.Module):
+    """The MLP: ``activation(gate) * up`` between two projections."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str, width: int):
+        self.width, self.options = width // options.num_shards, options
+        self.activation, bias = config.activation, config.mlp_bias
+        hidden = config.hidden_size
+        self.gate_up_proj = Linear(
+            hidden, 2 * self.width, options, bias, name=f"{name}.gate_up_proj"
+        )
+        self.down_proj = SplitLinear(width, hidden, options, bias, name=f"{name}.down_proj")
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
+        options = self.options
+        kernel = kernels.gated(self.activation, self.width, options.dtype, options.vector)
+        out = nn.Tensor.placeholder((x.shape[0], self.width), options.dtype)
+        gated = op.tensor_ir_op(kernel, "gated", [self.gate_up_proj(x)], out)
+        return self.down_proj(gated, residual)
+
+
+def mlp_weights(
+    config: DecoderConfig, ours: str, theirs: str, width: int
+) -> Iterator[tuple[str, Weight]]:
+    """Yield the name and the source of every weight of an MLP of this width."""
+    names, scales, hidden = config.names, (config.scales.gate, 1.0), config.hidden_size
+    if names.fused_gate_up:
+        outputs = slices(names.fused_gate_up, width, width, scales=scales)
+    else:
+        both = zip((names.gate, names.up), scales, strict=True)
+        outputs = [Output(name, width, scale=scale) for name, scale in both]
+    yield from rows(f"{ours}.gate_up_proj", theirs, outputs, hidden, bias=config.mlp_bias)
+    yield from columns(
+        f"{ours}.down_proj",
+        f"{theirs}.{names.down}",
+        (hidden, width),
+        bias=config.mlp_bias,
+        scale=config.scales.mlp,
+    )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MixtureOfExperts`: the block that layers with experts have in place of one MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op
+
+from . import kernels
+from .config import DecoderConfig
+from .expert_config import Experts
+from .expert_linear import expert_linear, stacked_shape
+from .mlp import Mlp, mlp_weights
+from .options import BuildOptions
+from .packed import encoded_rows, packed_matrix
+from .projections import Linear
+from .routing_kernels import combine, group_pairs, route
+from .weight_parts import Output, Part, Weight, rows, vector
+
+
+class ExpertLinear(nn.Module):
+    """The same projection of all experts, over the pairs of token rows and chosen experts."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        experts: Experts,
+        options: BuildOptions,
+        out_dtype: str,
+        *,
+        gathers: bool,
+        name: str,
+    ):
+        self.experts, self.gathers, self.out_dtype = experts, gathers, out_dtype
+        self.matrix = packed_matrix(f"{name}.weight", out_features, in_features, options)
+        shape = stacked_shape(self.matrix, experts.num_experts)
+        self.weight = nn.Parameter(shape, self.matrix.dtype)
+
+    def forward(self, x: nn.Tensor, order: list[nn.Tensor]) -> nn.Tensor:
+        experts, matrix = self.experts, self.matrix
+        kernel = expert_linear(
+            matrix,
+            experts.num_experts,
+            experts.num_chosen,
+            x.dtype,
+            self.out_dtype,
+            gathers=self.gathers,
+        )
+        out = nn.Tensor.placeholder((order[0].shape[0], matrix.out_features), self.out_dtype)
+        inputs = [*encoded_rows(matrix, x), self.weight, *order]
+        return op.tensor_ir_op(kernel, "expert_linear", inputs, out)
+
+
+class MixtureOfExperts(nn.Module):
+    """Routes each row to some experts, and adds their outputs and that of a shared expert."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
+        assert config.experts is not None
+        experts, hidden = config.experts, config.hidden_size
+        self.experts, self.options, self.hidden = experts, options, hidden
+        self.activation, self.width = config.activation, experts.width // options.num_shards
+        self.router = Linear(
+            hidden, experts.num_experts, options, out_dtype="float32", name=f"{name}.router"
+        )
+        self.correction = None
+        if experts.has_correction:
+            self.correction = nn.Parameter((experts.num_experts,), "float32")
+        self.gate_up = ExpertLinear(
+            hidden, 2 * self.width, experts, options, options.dtype, gathers=True,
+            name=f"{name}.gate_up",
+        )  # fmt: skip
+        self.down = ExpertLinear(
+            self.width, hidden, experts, options, "float32", gathers=False, name=f"{name}.down"
+        )
+        self.shared = self.shared_gate = None
+        if experts.shared_width:
+            self.shared = Mlp(config, options, f"{name}.shared", experts.shared_width)
+        if experts.shared_gate:
+            self.shared_gate = Linear(
+                hidden, 1, options, out_dtype="float32", name=f"{name}.shared_gate"
+            )
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
+        options, pairs = self.options, x.shape[0] * self.experts.num_chosen
+        ids, factors = self._route(x)
+        order = self._group(ids)
+        kernel = kernels.gated(self.activation, self.width, options.dtype, options.vector)
+        out = nn.Tensor.placeholder((pairs, self.width), options.dtype)
+        gated = op.tensor_ir_op(kernel, "gated", [self.gate_up(x, order)], out)
+        total, num_chosen = self.down(gated, order), self.experts.num_chosen
+        if options.num_shards > 1:  # each worker has a part of every expert
+            total = op.ccl_allreduce(self._combine(total, num_chosen, factors), "sum")
+            factors, num_chosen = None, 1
+        shared = None if self.shared is None else self.shared(x, None)
+        gate = None if self.shared_gate is None else self.shared_gate(x)
+        return self._combine(total, num_chosen, factors, options.dtype, (shared, gate, residual))
+
+    def _route(self, x: nn.Tensor) -> list[nn.Tensor]:
+        """Return the chosen experts of each row, and their factors."""
+        shape = (x.shape[0], self.experts.num_chosen)
+        outs = [nn.Tensor.placeholder(shape, dtype) for dtype in ("int32", "float32")]
+        inputs = [self.router(x)] + ([] if self.correction is None else [self.correction])
+        kernel = route(self.experts, self.options.vector)
+        return list(op.tensor_ir_op(kernel, "route", inputs, outs))
+
+    def _group(self, ids: nn.Tensor) -> list[nn.Tensor]:
+        """Return pairs, units and the number of units."""
+        pairs = ids.shape[0] * self.experts.num_chosen
+        outs = [nn.Tensor.placeholder(shape, "int32") for shape in ((pairs,), (pairs, 3), (1,))]
+        kernel = group_pairs(self.experts, self.options.vector)
+        return list(op.tensor_ir_op(kernel, "group_pairs", [ids], outs))
+
+    def _combine(
+        self,
+        x: nn.Tensor,
+        num_chosen: int,
+        factors: nn.Tensor | None,
+        out_dtype: str = "float32",
+        added: tuple[nn.Tensor | None, ...] = (None, None, None),
+    ) -> nn.Tensor:
+        shared, gate, residual = added
+        kernel = combine(
+            self.hidden,
+            num_chosen,
+            out_dtype,
+            self.options.vector,
+            weighted=factors is not None,
+            shared=None if shared is None else shared.dtype,
+            shared_gate=gate is not None,
+            residual=None if residual is None else residual.dtype,
+        )
+        inputs = [x, *(each for each in (factors, *added) if each is not None)]
+        first = x if factors is None else factors
+        out = nn.Tensor.placeholder((first.shape[0], self.hidden), out_dtype)
+        return op.tensor_ir_op(kernel, "combine", inputs, out)
+
+
+def moe_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
+    """Yield the name and the source of every weight of a mixture of experts."""
+    assert config.experts is not None
+    experts, names, hidden = config.experts, config.experts.names, config.hidden_size
+    router = [Output(names.router, experts.num_experts)]
+    yield from rows(f"{ours}.router", theirs, router, hidden, is_split=False)
+    if experts.has_correction:
+        yield vector(f"{ours}.correction", f"{theirs}.{names.correction}", experts.num_experts)
+    yield f"{ours}.gate_up.weight", _stacked(experts, theirs, (names.gate, names.up), hidden)
+    yield f"{ours}.down.weight", _stacked(experts, theirs, (names.down,), hidden)
+    if experts.shared_width:
+        shared = f"{theirs}.{names.shared}"
+        yield from mlp_weights(config, f"{ours}.shared", shared, experts.shared_width)
+    if experts.shared_gate:
+        gate = [Output(names.shared_gate, 1)]
+        yield from rows(f"{ours}.shared_gate", theirs, gate, hidden, is_split=False)
+
+
+def _stacked(experts: Experts, theirs: str, names: tuple[str, ...], hidden: int) -> Weight:
+    """Return the source of a projection of all experts, of which each has tensors of its own."""
+    is_down = names == (experts.names.down,)
+    shape = (hidden, experts.width) if is_down else (experts.width, hidden)
+    parts = tuple(
+        Part(f"{theirs}.{experts.names.experts}.{expert}.{name}.weight", shape)
+        for expert in range(experts.num_experts)
+        for name in names
+    )
+    return Weight(parts, True, "columns" if is_down else "rows", experts=experts.num_experts)

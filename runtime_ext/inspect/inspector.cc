@@ -265,10 +265,9 @@ std::vector<int64_t> Inspector::StateTable(int64_t sequence_id, int64_t state_gr
   return numbers;
 }
 
-std::vector<int64_t> Inspector::CachedPages(int64_t group) const {
-  CheckGroup(group);
-  const std::vector<int32_t> pages =
-      table_->pool(static_cast<int32_t>(group)).cached_pages().List();
+std::vector<int64_t> Inspector::CachedPages(int64_t pool) const {
+  if (pool < table_->num_groups() || pool >= table_->geometry().num_pools()) CheckGroup(pool);
+  const std::vector<int32_t> pages = table_->pool(static_cast<int32_t>(pool)).cached_pages().List();
   return {pages.begin(), pages.end()};
 }
 

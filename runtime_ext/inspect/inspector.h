@@ -48,7 +48,9 @@ class Inspector {
   /*! \brief The positions that the last state of the sequence covers, the state pages that it has
    * given up, and those that it has. */
   std::vector<int64_t> StateTable(int64_t sequence_id, int64_t state_group) const;
-  std::vector<int64_t> CachedPages(int64_t group) const;  // the least recently used one first
+  /*! \brief Of a layer group, or of a state group: PageGeometry::StatePool. The least recently used
+   * one comes first. */
+  std::vector<int64_t> CachedPages(int64_t pool) const;
   /*! \brief The first position that the group keeps. */
   int64_t FirstPosition(int64_t sequence_id, int64_t group) const;
   /*! \brief The window of a sequence (0: none), its sinks, and how many positions it has dropped.

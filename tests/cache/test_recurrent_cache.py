@@ -199,8 +199,28 @@ def test_what_shows_a_cache_knows_recurrent_layers():
     page_map = PageMap.of(cache)
     kinds = [group.kind for group in page_map.groups]
     assert sorted(kinds) == ["conv"] * 2 + ["mha", "mha_sliding"] + ["recurrent"] * 3
-    assert page_map.to_text().count("sequence 0 (40): ") == 7
-    assert cache.draw()
+    text = page_map.to_text()
+    assert text.count("sequence 0 (40): ") == 7
+    cache.fork_sequence(0, 1, 32)
+    cache.fork_sequence(0, 2)
+    page_map = PageMap.of(cache)
+    assert [group.layers for group in page_map.state_groups] == [(1,), (2,), (4,)]
+    states = page_map.state_groups[0]
+    assert (states.kind, states.interval, states.window) == ("states", 8, 0)
+    # Behind 24, 32 and 40 positions: pops of 16 lead back to the first one.
+    assert states.first_positions == {0: 16, 1: 16, 2: 16}
+    pages = states.tables[0]
+    assert len(pages) == 3 and states.tables == {0: pages, 1: pages[:2], 2: pages}
+    assert [states.owners[page] for page in pages] == [(0, 1, 2), (0, 1, 2), (0, 2)]
+    assert [states.slots[page] for page in pages] == [8, 8, 8]
+    assert states.num_pages == cache.stats()["state_groups"][0]["num_pages"]
+    assert len(states.cached) == cache.stats()["state_groups"][0]["num_cached_pages"] == 2
+    assert "state group 0: 3 of " in page_map.to_text()
+    assert f"  sequence 1 (states): from position 16: {pages[0]}* {pages[1]}*" in page_map.to_text()
+    picture = page_map.to_svg()
+    assert picture.count('data-state-group="') == 3
+    assert "State group 0: layer 1 (states, a state every 8 tokens)" in picture
+    assert f"page {pages[2]}: sequences 0, 2; a state behind 8 of its 8 positions" in picture
 
 
 def test_a_step_without_some_layers_names_each_once():

@@ -215,6 +215,11 @@ class CacheInspection:
         ids = as_int("seq_id", seq_id), as_int("group", group)
         return global_function("pagedkv.first_position")(self, *ids)
 
+    def _state_table(self, seq_id: int, state_group: int) -> tuple[int, int, list[int]]:
+        """Return the positions of the last state, the state pages given up, and those held."""
+        length, first, *pages = global_function("pagedkv.state_table")(self, seq_id, state_group)
+        return length, first, pages
+
     @property
     def _kept_layers(self) -> list[dict[str, Any]]:
         """What is kept of each layer. A recurrent layer with a convolution is here twice."""

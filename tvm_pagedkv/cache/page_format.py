@@ -12,7 +12,6 @@ import numpy as np
 import tvm_ffi
 
 from .._codecs import CODECS, codec_of
-from .._functions import global_function
 from .inspection import CacheInspection
 
 if TYPE_CHECKING:
@@ -65,8 +64,8 @@ class PoolPages:
         self.numbers: list[list[int]] = []
         for seq_id, length in zip(seq_ids, lengths, strict=True):
             if info["has_states"]:  # which fill their pages
-                numbers = global_function("pagedkv.state_table")(cache, seq_id, info["state_group"])
-                table, start = list(numbers)[2:], -page_size * len(numbers)
+                table = cache._state_table(seq_id, info["state_group"])[2]
+                start = -page_size * len(table)
             else:
                 table = cache.page_table(seq_id, group)
                 start = cache.first_position(seq_id, group)

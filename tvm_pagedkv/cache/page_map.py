@@ -31,7 +31,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class PageGroup:
-    """The pages of the layers of one shape and window."""
+    """The pages of the layers of one shape and window, or those of their states."""
 
     layers: tuple[int, ...]
     kind: str
@@ -43,6 +43,15 @@ class PageGroup:
     slots: dict[int, int]  # slots in use by page, of the pages in use
     cached: frozenset[int]  # pages without an owner whose content is known
     codec: str | None = None  # by which the pages are quantized
+    interval: int = 0  # of pages that hold states: positions from one to the next
+
+    @property
+    def shape(self) -> str:
+        """What the layers are, in words."""
+        text = f"{self.kind}, window {self.window}" if self.window else self.kind
+        if self.interval:
+            text += f", a state every {count_of(self.interval, 'token')}"
+        return f"{text}, {self.codec}" if self.codec else text
 
     @property
     def num_shared(self) -> int:
@@ -58,6 +67,7 @@ class PageMap:
     lengths: dict[int, int]  # by sequence, in ascending order of ids
     groups: tuple[PageGroup, ...]
     prefixes: tuple[CachedPrefix, ...] = ()
+    state_groups: tuple[PageGroup, ...] = ()
 
     @classmethod
     def of(
@@ -81,13 +91,7 @@ class PageMap:
         for index, stats in enumerate(cache.stats()["groups"]):
             tables = {seq_id: cache.page_table(seq_id, index) for seq_id in lengths}
             first = {seq_id: cache.first_position(seq_id, index) for seq_id in lengths}
-            owners: dict[int, tuple[int, ...]] = {}
-            slots: dict[int, int] = {}
-            for seq_id, table in tables.items():
-                for i, page in enumerate(table):
-                    rest = lengths[seq_id] - first[seq_id] - i * page_size
-                    owners[page] = (*owners.get(page, ()), seq_id)
-                    slots[page] = max(slots.get(page, 0), min(rest, page_size))
+            owners, slots = _owners(tables, first, lengths, page_size)
             ours = [layer for layer in layers if layer["group"] == index]
             kind, num_pages = ours[0]["kind"], stats["num_pages"]
             ids = tuple(layer["id"] for layer in ours)
@@ -97,7 +101,11 @@ class PageMap:
             groups.append(PageGroup(ids, kind, stats["window"], *pages, codec))
         texts = (prefixes or {}).items()
         located = (CachedPrefix.of(cache, name, tokens, salt) for name, tokens in texts)
-        return cls(page_size, lengths, tuple(groups), tuple(located))
+        states = tuple(
+            _states(cache, index, stats, lengths, len(groups))
+            for index, stats in enumerate(cache.stats()["state_groups"])
+        )
+        return cls(page_size, lengths, tuple(groups), tuple(located), states)
 
     def to_text(self) -> str:
         """The page table of every sequence, by group; ``*`` marks a shared page.
@@ -105,21 +113,25 @@ class PageMap:
         Then the tiers of the prefixes, with the indices of the pages of text that they have.
         """
         lines = []
-        for index, group in enumerate(self.groups):
+        for name, index, group in self.panels():
             used = f"{len(group.owners)} of {group.num_pages} pages in use"
             cached = f", {len(group.cached)} cached" if group.cached else ""
             codec = f", {group.codec}" if group.codec else ""
-            lines.append(f"group {index}: {used}{cached}{codec}")
+            lines.append(f"{name} {index}: {used}{cached}{codec}")
             for seq_id, table in group.tables.items():
                 pages = [f"{page}{'*' if len(group.owners[page]) > 1 else ''}" for page in table]
                 first = group.first_positions[seq_id]
                 gone = f"from position {first}: " if first else ""
-                lines.append(
-                    f"  sequence {seq_id} ({self.lengths[seq_id]}): {gone}{' '.join(pages)}"
-                )
+                about = "states" if group.interval else self.lengths[seq_id]
+                lines.append(f"  sequence {seq_id} ({about}): {gone}{' '.join(pages)}")
         for prefix in self.prefixes:
             lines += prefix.to_text(len(self.groups))
         return "\n".join(lines)
+
+    def panels(self) -> Iterator[tuple[str, int, PageGroup]]:
+        """The groups, then those of states, each with its name and number."""
+        yield from (("group", i, group) for i, group in enumerate(self.groups))
+        yield from (("state group", i, group) for i, group in enumerate(self.state_groups))
 
     def to_svg(self) -> str:
         """A picture: a panel for each group with its pages in the order of their ids.
@@ -130,6 +142,36 @@ class PageMap:
         that of a cached page has ``data-cached``. Prefixes follow, see `prefix_map.panel_of`.
         """
         return "\n".join(_Picture(self).lines()) + "\n"
+
+
+def _owners(
+    tables: dict[int, list[int]], first: dict[int, int], lengths: dict[int, int], page_size: int
+) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+    """Sequences, and slots in use, by page."""
+    owners: dict[int, tuple[int, ...]] = {}
+    slots: dict[int, int] = {}
+    for seq_id, table in tables.items():
+        for i, page in enumerate(table):
+            rest = lengths[seq_id] - first[seq_id] - i * page_size
+            owners[page] = (*owners.get(page, ()), seq_id)
+            slots[page] = max(slots.get(page, 0), min(rest, page_size))
+    return owners, slots
+
+
+def _states(
+    cache: CacheInspection, index: int, stats: Mapping, lengths: dict[int, int], num_groups: int
+) -> PageGroup:
+    """The pages of a state group; a page has the last state of up to ``interval`` positions."""
+    states = {seq_id: cache._state_table(seq_id, index) for seq_id in lengths}
+    tables = {seq_id: pages for seq_id, (_, _, pages) in states.items()}
+    ends = {seq_id: end for seq_id, (end, _, _) in states.items()}
+    interval = stats["interval"]
+    first = {seq_id: page * interval for seq_id, (_, page, _) in states.items()}
+    layers = cache.description["recurrent_layers"]
+    ids = tuple(layer["id"] for layer in layers if layer["state_group"] == index)
+    cached = frozenset(cache.cached_pages(num_groups + index))
+    pages = stats["num_pages"], tables, first, *_owners(tables, first, ends, interval), cached
+    return PageGroup(ids, "states", 0, *pages, interval=interval)
 
 
 def colour(index: int) -> str:
@@ -168,8 +210,8 @@ class _Picture:
 
     def lines(self) -> Iterator[str]:
         body = list(self._title())
-        for index, group in enumerate(self.map.groups):
-            body += self._panel(index, group)
+        for name, index, group in self.map.panels():
+            body += self._panel(name, index, group)
         body += self._legend()
         if self.map.prefixes:
             lines, self.y = panel_of(self.map.prefixes, len(self.map.groups), self.y + 12)
@@ -197,34 +239,37 @@ class _Picture:
         yield text_of(MARGIN, self.y, "small", text)
         self.y += 14
 
-    def _panel(self, index: int, group: PageGroup) -> Iterator[str]:
+    def _panel(self, kind: str, index: int, group: PageGroup) -> Iterator[str]:
+        page_size = group.interval or self.map.page_size
+        mark = "s" if group.interval else "g"
         num_drawn = min(group.num_pages, MAX_PAGES_DRAWN)
         pitch, columns = _grid(num_drawn)
         size = pitch - max(1, pitch // 10)
         self.y += 24
         name = "layer " if len(group.layers) == 1 else "layers "
-        text = f"Group {index}: {name}{ranges_of(group.layers)} ({group.kind}"
-        text += f", window {group.window}" if group.window else ""
-        text += f", {group.codec})" if group.codec else ")"
-        yield f'<g class="panel" data-group="{index}">'
+        text = f"{kind.capitalize()} {index}: {name}{ranges_of(group.layers)} ({group.shape})"
+        yield f'<g class="panel" data-{kind.replace(" ", "-")}="{index}">'
         yield text_of(MARGIN, self.y, "heading", text)
         self.y += 17
-        used, capacity = len(group.owners), len(group.owners) * self.map.page_size
+        used, capacity = len(group.owners), len(group.owners) * page_size
         text = f"{used:,} of {group.num_pages:,} pages in use, {group.num_shared:,} shared"
         text += f", {len(group.cached):,} cached"
-        if used:
+        if used and not group.interval:
             text += f", {sum(group.slots.values()) / capacity:.0%} of their slots filled"
         if num_drawn < group.num_pages:
             text += f"; pages from {num_drawn} on are not drawn"
         yield text_of(MARGIN, self.y, "small", text)
         self.y += 10
 
-        symbols: dict[tuple[int, ...] | None, str] = {(): f"g{index}free", None: f"g{index}cached"}
+        symbols: dict[tuple[int, ...] | None, str] = {
+            (): f"{mark}{index}free",
+            None: f"{mark}{index}cached",
+        }
         for owners in group.owners.values():
-            symbols.setdefault(owners, f"g{index}o{len(symbols)}")
-        yield f'<defs><clipPath id="g{index}clip">{square(size, size / 8, "#000")}</clipPath>'
+            symbols.setdefault(owners, f"{mark}{index}o{len(symbols)}")
+        yield f'<defs><clipPath id="{mark}{index}clip">{square(size, size / 8, "#000")}</clipPath>'
         for drawn, symbol in symbols.items():
-            yield self._symbol(symbol, drawn, size, f"g{index}clip")
+            yield self._symbol(symbol, drawn, size, f"{mark}{index}clip")
         yield "</defs>"
         for page in range(num_drawn):
             x, y = LABEL_WIDTH + page % columns * pitch, self.y + page // columns * pitch
@@ -257,9 +302,12 @@ class _Picture:
             yield f"{place}/>"
             return
         who = ("sequence " if len(owners) == 1 else "sequences ") + ", ".join(map(str, owners))
-        about = f"page {page}: {who}; {slots} of {self.map.page_size} slots"
+        page_size = group.interval or self.map.page_size
+        what = f"a state behind {slots} of its" if group.interval else f"{slots} of"
+        unit = "positions" if group.interval else "slots"
+        about = f"page {page}: {who}; {what} {page_size} {unit}"
         yield f'{place} data-slots="{slots}"><title>{about}</title></use>'
-        empty = size * (1 - slots / self.map.page_size)
+        empty = size * (1 - slots / page_size)
         if empty:
             yield (
                 f'<rect x="{x}" y="{y}" width="{size}" height="{empty:g}" fill="#fff" '

@@ -174,8 +174,8 @@ class CachePrefix(CacheRecurrence):
     ) -> str:
         """Return the page table of every sequence as text, by layer group.
 
-        An asterisk marks a shared page. A line for each of the `prefixes` says which tiers have its
-        full pages.
+        Pages for states of recurrent layers follow. An asterisk marks a shared page. A line for
+        each of the `prefixes` says which tiers have its full pages.
 
         Parameters
         ----------

@@ -10,6 +10,7 @@ from tvm.error import DiagnosticError
 from .conv_spec import ConvSpec
 from .cpu.attention import append_prefill, decode, listed, mla, prefill, shared, tree
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
+from .index_spec import IndexSpec
 from .moves import append, copy, merge
 from .recurrent_sets import builders_of as recurrent_builders
 from .recurrent_sets import conv_kernels as conv_kernels
@@ -71,12 +72,14 @@ _ANY_TARGET = (  # written once, in `moves`
 _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention
 
 
-def kernel_names(spec: KernelSpec | RecurrentSpec | ConvSpec, for_stock: bool = False) -> list[str]:
+def kernel_names(
+    spec: KernelSpec | RecurrentSpec | ConvSpec | IndexSpec, for_stock: bool = False
+) -> list[str]:
     """Names of the kernels that layers of `spec` need.
 
     Parameters
     ----------
-    spec : KernelSpec, RecurrentSpec or ConvSpec
+    spec : KernelSpec, RecurrentSpec, ConvSpec or IndexSpec
     for_stock : bool
         Those that only the stock cache calls are among them.
     """
@@ -108,7 +111,7 @@ def _builders(target: VectorTarget | CudaTarget) -> dict[str, Callable]:
     return BUILDERS
 
 
-def build_kernel(name: str, spec: KernelSpec | RecurrentSpec | ConvSpec):
+def build_kernel(name: str, spec: KernelSpec | RecurrentSpec | ConvSpec | IndexSpec):
     """Build the kernel `name` for `spec`.
 
     Returns

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from tvm import tirx
 
 from .conv_spec import ConvSpec
+from .cpu.attention.index import index_top_k
 from .cpu.recurrent.conv import causal_conv
 from .cpu.recurrent.scan import recurrent_scan
 from .cuda.recurrent.conv import causal_conv as cuda_causal_conv
 from .cuda.recurrent.scan import recurrent_scan as cuda_recurrent_scan
+from .index_spec import IndexSpec
 from .moves.append import transpose_append_mla
 from .moves.copy import compact_copy, copy_pages, copy_single_page, debug_get_kv_mla
 from .moves.recurrent import recurrent_append
@@ -24,6 +26,7 @@ _COPIES = {
     "compact_copy": compact_copy,
     "debug_get_kv_mla": debug_get_kv_mla,
 }
+_INDEX = {"index_top_k": index_top_k}
 _RECURRENT = {
     "recurrent_append": recurrent_append,
     "recurrent_scan": recurrent_scan,
@@ -32,9 +35,16 @@ _CONV = {"causal_conv": causal_conv}
 _CUDA = {"recurrent_scan": cuda_recurrent_scan, "causal_conv": cuda_causal_conv}
 
 
-def builders_of(spec: RecurrentSpec | ConvSpec) -> dict[str, Callable[[], tirx.PrimFunc]]:
+def builders_of(
+    spec: RecurrentSpec | ConvSpec | IndexSpec,
+) -> dict[str, Callable[[], tirx.PrimFunc]]:
     """Return the functions that build the kernels of a spec, by the kernels' names."""
     copies = _bound(_COPIES, spec.rows)
+    if isinstance(spec, IndexSpec):
+        if isinstance(spec.target, CudaTarget):
+            raise ValueError("index lanes have kernels for CPUs only")
+        append = _bound({"transpose_append_mla": transpose_append_mla}, spec.rows)
+        return append | _bound(_INDEX, spec) | copies
     if isinstance(spec, ConvSpec):
         append = _bound({"row_append": transpose_append_mla}, spec.rows)
         return append | _bound(_for_target(_CONV, spec), spec) | copies
@@ -71,5 +81,7 @@ def _for_target(builders: dict[str, Callable], spec: RecurrentSpec | ConvSpec) -
     return {name: _CUDA.get(name, build) if on_gpu else build for name, build in builders.items()}
 
 
-def _bound(builders: dict[str, Callable], spec: RecurrentSpec | ConvSpec | KernelSpec) -> dict:
+def _bound(
+    builders: dict[str, Callable], spec: RecurrentSpec | ConvSpec | IndexSpec | KernelSpec
+) -> dict:
     return {name: lambda build=build: build(spec) for name, build in builders.items()}

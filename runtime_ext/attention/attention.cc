@@ -198,6 +198,14 @@ void Attention::CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor
   listed_.Attend(layer, {sm_scale, q, o, lse}, positions);
 }
 
+void Attention::ChooseTopK(int64_t layer_id, double scale, ffi::Tensor q, ffi::Tensor weights,
+                           ffi::Tensor positions) {
+  const Step::LayerCall scope(step_, "index_top_k");
+  CheckScale(scale);
+  const StoredLayer& layer = storage_.At(layer_id);
+  listed_.ChooseTopK(layer, scale, std::move(q), std::move(weights), positions);
+}
+
 void Attention::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {
   const Step::LayerCall scope(step_, "append_mla_kv");
   const StoredLayer& layer = storage_.At(layer_id);

@@ -63,6 +63,14 @@ class Attention {
    * layer has appended; q is rotated. */
   void CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor positions,
                          ffi::Tensor o, ffi::Tensor lse);
+  /*!
+   * \brief Chooses positions of each row by the keys of an index lane, which have been appended.
+   * \param q [T, num_qo_heads, qk_head_dim].
+   * \param weights float32 [T, num_qo_heads], those of the heads.
+   * \param positions int32 [T, k], written: in order, then -1.
+   */
+  void ChooseTopK(int64_t layer_id, double scale, ffi::Tensor q, ffi::Tensor weights,
+                  ffi::Tensor positions);
   /*! \param kv Latent rows, [T, qk_head_dim]. */
   void AppendMLAKV(int64_t layer_id, ffi::Tensor kv);
   /*! \brief Merges the partial state (o_other, lse_other) into (o, lse), and returns these. */

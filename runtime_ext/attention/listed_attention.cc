@@ -17,13 +17,8 @@ void ListedAttention::Check(const StoredLayer& layer, const ffi::Tensor& positio
     Raise(kValueError, "layer ", layer.config.id,
           " was made without attention to lists: its LayerSpec needs lists=True");
   }
+  CheckStep();
   const ForwardPlan& plan = step_->plan();
-  if (plan.has_windows()) {
-    Raise(kValueError, "attention to lists is not possible for sequences with a window");
-  }
-  if (plan.needs_tree_mask()) {
-    Raise(kValueError, "attention to lists is not possible in a step whose token trees branch");
-  }
   if (!positions.defined()) Raise(kTypeError, "positions must be a tensor, got None");
   if (positions.ndim() != 2) {
     Raise(kValueError, "positions must have shape [rows, width], got ",
@@ -35,6 +30,16 @@ void ListedAttention::Check(const StoredLayer& layer, const ffi::Tensor& positio
           positions.numel());
   }
   if (step_->storage().device().device_type == kDLCPU) CheckPositions(positions);
+}
+
+void ListedAttention::CheckStep() const {
+  const ForwardPlan& plan = step_->plan();
+  if (plan.has_windows()) {
+    Raise(kValueError, "attention to lists is not possible for sequences with a window");
+  }
+  if (plan.needs_tree_mask()) {
+    Raise(kValueError, "attention to lists is not possible in a step whose token trees branch");
+  }
 }
 
 void ListedAttention::CheckPositions(const ffi::Tensor& positions) const {
@@ -73,6 +78,35 @@ void ListedAttention::Attend(const StoredLayer& layer, const AttentionCall& call
   layer.kernels->Get(KernelName::kAttendListed)(call.q, arrays.query_indptr(), layer.pages,
                                                 table.indptr, table.page_ids, table.lengths,
                                                 positions, call.o, call.lse, call.sm_scale);
+}
+
+void ListedAttention::ChooseTopK(const StoredLayer& layer, double scale, ffi::Tensor q,
+                                 ffi::Tensor weights, const ffi::Tensor& positions) const {
+  const LayerConfig& config = layer.config;
+  if (!layer.kernels->Has(KernelName::kIndexTopK)) {
+    Raise(kValueError, "layer ", config.id, " is no index lane");
+  }
+  CheckStep();
+  TensorChecks& tensors = step_->tensors();
+  const int64_t num_rows = step_->plan().num_rows(), num_heads = config.num_qo_heads;
+  tensors.CheckInput("q", q, {num_rows, num_heads, config.qk_head_dim},
+                     step_->storage().config().dtype);
+  tensors.CheckInput("weights", weights, {num_rows, num_heads}, kFloat32);
+  if (!positions.defined()) Raise(kTypeError, "positions must be a tensor, got None");
+  if (positions.ndim() != 2) {
+    Raise(kValueError, "positions must have shape [rows, k], got ", ShapeText(positions.shape()));
+  }
+  tensors.CheckOutput("positions", positions, {num_rows, positions.size(1)}, kInt32);
+  if (!step_->HasAppended(layer)) {
+    Raise(kValueError, "layer ", config.id, " has not appended this step's index keys; call ",
+          "append_index before it");
+  }
+  tensors.MakeCompact({&q, &weights}, Alignment::kElement);
+  const StepArrays& arrays = step_->arrays();
+  const PageTable table = arrays.page_table(layer.group);
+  layer.kernels->Get(KernelName::kIndexTopK)(q, arrays.query_indptr(), weights, layer.pages,
+                                             table.indptr, table.page_ids, table.lengths, positions,
+                                             scale);
 }
 
 }  // namespace pagedkv

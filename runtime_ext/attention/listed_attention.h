@@ -28,7 +28,13 @@ class ListedAttention {
   /*! \brief Attends, with positions that have passed Check, and writes o and lse. */
   void Attend(const StoredLayer& layer, const AttentionCall& call, ffi::Tensor positions) const;
 
+  /*! \brief See Attention::ChooseTopK. */
+  void ChooseTopK(const StoredLayer& layer, double scale, ffi::Tensor q, ffi::Tensor weights,
+                  const ffi::Tensor& positions) const;
+
  private:
+  /*! \brief Refuses steps in which positions do not say what a row sees. */
+  void CheckStep() const;
   void CheckPositions(const ffi::Tensor& positions) const;
 
   Step* step_;

@@ -35,6 +35,7 @@ constexpr const char* kNames[] = {
     "mla_prefill_shared",
     "mla_tree",
     "attend_listed",
+    "index_top_k",
     "merge",
     "apply_sinks",
     "copy_single_page",

@@ -40,6 +40,7 @@ enum class KernelName : int {
   kMLAPrefillShared,
   kMLATree,
   kAttendListed,
+  kIndexTopK,
   kMerge,
   kApplySinks,
   kCopySinglePage,

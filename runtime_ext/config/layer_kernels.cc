@@ -59,7 +59,8 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
       Raise(kValueError, "FlashInfer's functions serve layers with K and V, not MLA layers");
     }
     require(KernelName::kTransposeAppendMLA);
-    require(KernelName::kMLAPrefill);
+    // Index keys are latent rows that nobody attends to.
+    if (!kernels.Has(KernelName::kIndexTopK)) require(KernelName::kMLAPrefill);
   } else {
     if (!kernels.Has(KernelName::kRopeAppend)) {
       require(KernelName::kTransposeAppend);
@@ -99,7 +100,7 @@ void RequireSequenceWindowKernels(const LayerConfig& layer, const KernelSet& ker
 }
 
 void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels) {
-  if (!layer.is_attention()) return;
+  if (!layer.is_attention() || kernels.Has(KernelName::kIndexTopK)) return;
   const KernelName name = layer.tree();
   if (!kernels.Has(name)) {
     Raise(kValueError, "layer ", layer.id, " has no kernel '", ToString(name),

@@ -123,6 +123,7 @@ constexpr CacheName kOwnNames[] = {
     {"prefix_record_step", Method<&Prefixes::RecordStep>()},
     {"prefix_length", Method<&Prefixes::NumRecorded>()},
     {"cross_attention_to_positions", Method<&Attention::CrossAttendToList>()},
+    {"index_top_k", Method<&Attention::ChooseTopK>()},
     {"stats", Method<&Inspector::Stats>()},
     {"describe", Method<&Inspector::Describe>()},
     {"check_layer", Method<&LayerStorage::CheckLayer>()},

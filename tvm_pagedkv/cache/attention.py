@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tvm
 import tvm_ffi
 
+from .._checks import check_int
 from .._functions import CACHE, as_int, global_function
 from .inspection import CacheInspection
 
@@ -260,6 +261,61 @@ class CacheAttention(CacheInspection):
         """
         kv = self._tensor("kv", kv)
         return global_function(CACHE + "append_mla_kv")(self, as_int("layer", layer), kv)
+
+    def append_index(self, layer: int, keys: Any) -> Self:
+        """Append this step's index keys of an index lane.
+
+        Parameters
+        ----------
+        layer : int
+            Id of an "index" layer.
+        keys : tensor ``[T, qk_head_dim]``, the cache's dtype
+            As they are multiplied with Q: normalised and rotated by the model.
+
+        Returns
+        -------
+        KVCache
+            This cache.
+        """
+        return self.append_mla_kv(layer, keys)
+
+    def index_top_k(
+        self, layer: int, q: Any, weights: Any, k: int, scale: float = 1.0
+    ) -> tvm.runtime.Tensor:
+        """Choose for each row of this step the positions whose index scores are largest.
+
+        The score of a position is the sum over the index heads of
+        ``weight * max(0, scale * (q . key))``, in float32.
+
+        Parameters
+        ----------
+        layer : int
+            Id of an "index" layer, which has appended this step's keys.
+        q : tensor ``[T, num_qo_heads, qk_head_dim]``, the cache's dtype
+        weights : float32 ``[T, num_qo_heads]``
+        k : int
+            Positions that a row may list.
+        scale : float
+            Factor on the products.
+
+        Returns
+        -------
+        positions : tvm tensor int32 ``[T, k]``
+            For `attention` and `cross_attention` of any layer: in order, of those that the row
+            sees, then -1. Of equal scores the first positions are chosen.
+
+        Raises
+        ------
+        ValueError, TypeError, IndexError
+            If no step has begun, the layer is no index lane or has not appended, a tensor does not
+            fit, or the step has token trees that branch.
+        """
+        q, weights = self._tensor("q", q), self._tensor("weights", weights)
+        shape = (q.shape[0], check_int("k", k))
+        positions = tvm.runtime.empty(shape, "int32", self.description["device"])
+        arguments = as_int("layer", layer), float(scale), q, weights, positions
+        global_function("pagedkv.index_top_k")(self, *arguments)
+        return positions
 
     def query_positions(self) -> tvm.runtime.Tensor:
         """Return the RoPE position of each row of this step.

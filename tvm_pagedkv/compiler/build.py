@@ -14,6 +14,7 @@ from tvm.target import Target
 
 import tir_kernels
 from tir_kernels.conv_spec import ConvSpec
+from tir_kernels.index_spec import IndexSpec
 from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import KernelSpec, RopeSpec
 
@@ -23,7 +24,7 @@ from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
 from .lowering import KernelObjects, kernel_symbol
 from .progress import compiling
-from .recurrent_specs import conv_spec, describe, recurrent_spec
+from .recurrent_specs import conv_spec, describe, index_spec, recurrent_spec
 from .targets import is_cuda, resolve_target, vector_target
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "lowering.py"))
@@ -168,7 +169,7 @@ def build_libraries(
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
     cpu = resolve_target(None if on_gpu else target)
     resolved = config.resolved()
-    if on_gpu and any(layer.lists for layer in resolved.layers):
+    if on_gpu and any(layer.lists or layer.kind == "index" for layer in resolved.layers):
         raise ValueError("attention to lists has kernels for CPUs only")
     layer_specs, conv_specs = (
         [None if spec is None else cuda_spec(spec) if on_gpu else spec for spec in each]
@@ -182,7 +183,9 @@ def build_libraries(
         if isinstance(spec, KernelSpec):
             warn_if_slow(spec)
 
-    def build(spec: KernelSpec | RecurrentSpec | ConvSpec) -> tuple[Mapping[str, str], Path]:
+    def build(
+        spec: KernelSpec | RecurrentSpec | ConvSpec | IndexSpec,
+    ) -> tuple[Mapping[str, str], Path]:
         return build_cuda_set(spec, archs, progress) if on_gpu else _build_set(spec, cpu, progress)
 
     return KernelLibraries(
@@ -195,15 +198,17 @@ def build_libraries(
 
 def _layer_spec(
     config: ResolvedConfig, layer: ResolvedLayer, target: Target
-) -> KernelSpec | RecurrentSpec | None:
+) -> KernelSpec | RecurrentSpec | IndexSpec | None:
     """Return the spec of a layer's kernels, those of its short convolution apart."""
+    if layer.kind == "index":
+        return index_spec(config, layer, target)
     if layer.recurrent is not None:
         return recurrent_spec(config, layer.recurrent, target)
     return kernel_spec(config, layer, target) if layer.keeps_kv else None
 
 
 def _build_set(
-    spec: KernelSpec | RecurrentSpec | ConvSpec,
+    spec: KernelSpec | RecurrentSpec | ConvSpec | IndexSpec,
     target: Target,
     progress: Callable[[str], None] | None,
 ) -> tuple[Mapping[str, str], Path]:
@@ -215,7 +220,7 @@ def _build_set(
     return _library_of(builders, (what, repr(spec)), target, progress)
 
 
-def _describe(spec: KernelSpec | RecurrentSpec | ConvSpec) -> str:
+def _describe(spec: KernelSpec | RecurrentSpec | ConvSpec | IndexSpec) -> str:
     """Return a few words about the kernels, for the log."""
     if not isinstance(spec, KernelSpec):
         return describe(spec)

@@ -165,7 +165,7 @@ def _layer_map(
             **({"conv": conv} if conv else {}),
         }
     return {
-        "kind": layer.kind,
+        "kind": "mla" if layer.kind == "index" else layer.kind,  # rows without K and V apart
         "window": layer.window or 0,
         "num_qo_heads": layer.num_qo_heads,
         "num_kv_heads": layer.num_kv_heads,

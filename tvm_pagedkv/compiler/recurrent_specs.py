@@ -6,6 +6,7 @@ from __future__ import annotations
 from tvm.target import Target
 
 from tir_kernels.conv_spec import ConvSpec
+from tir_kernels.index_spec import IndexSpec
 from tir_kernels.recurrent_spec import RecurrentSpec
 
 from ..config import RecurrentConfig, ResolvedConfig, ResolvedLayer
@@ -44,8 +45,23 @@ def conv_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> C
     )
 
 
-def describe(spec: RecurrentSpec | ConvSpec) -> str:
+def index_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> IndexSpec:
+    """Return the spec of the kernels of an index lane."""
+    assert layer.kv_dtype is not None
+    return IndexSpec(
+        num_heads=layer.num_qo_heads,
+        dim=layer.qk_head_dim,
+        dtype=config.dtype,
+        kv_dtype=layer.kv_dtype,
+        page_size=config.page_size,
+        target=vector_target(target),
+    )
+
+
+def describe(spec: RecurrentSpec | ConvSpec | IndexSpec) -> str:
     """Return a few words about the kernels, for the log."""
+    if isinstance(spec, IndexSpec):
+        return f"{spec.num_heads} index heads of {spec.dim}, {spec.dtype}, keys {spec.kv_dtype}"
     if isinstance(spec, ConvSpec):
         return f"convolution of {spec.channels} channels, {spec.width} wide, {spec.dtype}"
     return (

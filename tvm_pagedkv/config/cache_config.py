@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .._checks import check_choice, check_int, check_positive
 from .alibi import freeze_slopes
 from .dtypes import DTYPES, check_kv_dtype
-from .layer_spec import MHA_KINDS, LayerSpec
+from .layer_spec import LATENT_KINDS, MHA_KINDS, LayerSpec
 from .memory import memory_bytes
 from .prefix_cache_config import PrefixCacheConfig
 from .resolved_config import ResolvedConfig
@@ -148,8 +148,8 @@ class KVCacheConfig:
     def resolved(self) -> ResolvedConfig:
         """Return the values that the kernels and the memory of the cache are made from."""
         layers = self._resolved_layers()
-        if self.sliding_window and any(layer.kind == "mla" for layer in layers):
-            index = next(i for i, layer in enumerate(layers) if layer.kind == "mla")
+        if self.sliding_window and any(layer.kind in LATENT_KINDS for layer in layers):
+            index = next(i for i, layer in enumerate(layers) if layer.kind in LATENT_KINDS)
             raise ValueError(
                 f"layer {index}: sliding_window is not possible with MLA layers, whose kernels "
                 "do not support it"

@@ -14,7 +14,8 @@ from .rope_config import RopeConfig
 
 MHA_KINDS = ("mha", "mha_sliding")
 LIST_KINDS = ("mha", "mla")  # whose rows can attend to lists
-KV_KINDS = (*MHA_KINDS, "mla")  # layers that keep K and V
+LATENT_KINDS = ("mla", "index")  # with one row per position
+KV_KINDS = (*MHA_KINDS, *LATENT_KINDS)  # layers that keep K and V, or keys alone
 LAYER_KINDS = (*KV_KINDS, "linear", "recurrent", "conv")
 
 
@@ -24,15 +25,17 @@ class LayerSpec:
 
     Parameters
     ----------
-    kind : {"mha", "mha_sliding", "mla", "linear", "recurrent", "conv"}
+    kind : {"mha", "mha_sliding", "mla", "index", "linear", "recurrent", "conv"}
         "mha" covers multi-query and grouped-query attention. A "recurrent" layer keeps a state of
-        fixed size, a "conv" layer the last rows of its input. A "linear" layer keeps nothing; it is
-        listed so that the other layers have the ids of the model.
+        fixed size, a "conv" layer the last rows of its input. An "index" layer keeps index keys, by
+        which rows choose the positions that they list: `KVCache.index_top_k`. A "linear" layer
+        keeps nothing; it is listed so that the other layers have the ids of the model.
     window : int, optional
         Number of positions that a row of an "mha_sliding" layer sees, its own included.
     num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
         For "mla", `qk_head_dim` is the width of a latent row, `v_head_dim` the number of its
-        leading columns that are V, and `num_kv_heads` is always 1.
+        leading columns that are V, and `num_kv_heads` is always 1. For "index", `num_qo_heads` is
+        the number of index heads and `qk_head_dim` the width of a key.
     rope : RopeConfig, optional
         Unused by "mla", whose models rotate Q and K themselves.
     mla_original_qk_head_dim, mla_original_v_head_dim : int, optional

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._checks import check_head_dim, check_int
 from .._codecs import codec_of
 from .alibi import resolve_slopes
 from .dtypes import ITEMSIZE
-from .layer_spec import KV_KINDS, MHA_KINDS, LayerSpec
+from .layer_spec import KV_KINDS, LATENT_KINDS, MHA_KINDS, LayerSpec
 from .recurrent_config import ConvConfig, RecurrentConfig
 from .rope_config import RopeConfig
 
@@ -51,7 +51,7 @@ class ResolvedLayer:
         """Rows per position in the pages of the layer: K and V of each head, or a latent row."""
         if not self.keeps_kv:
             return 0
-        return 1 if self.kind == "mla" else 2 * self.num_kv_heads
+        return 1 if self.kind in LATENT_KINDS else 2 * self.num_kv_heads
 
     @property
     def codec(self) -> Codec | CodecPair | None:
@@ -81,15 +81,17 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
         name: getattr(layer if getattr(layer, name) is not None else defaults, name)
         for name in inherited
     }
-    if layer.kind == "mla":
+    if layer.kind in LATENT_KINDS:
         if layer.num_kv_heads not in (None, 1):
             raise ValueError(
-                f"layer {index}: num_kv_heads of kind 'mla' must be 1, for all query heads "
-                f"share the latent rows; got {layer.num_kv_heads}"
+                f"layer {index}: num_kv_heads of kind {layer.kind!r} must be 1, for all query "
+                f"heads share the latent rows; got {layer.num_kv_heads}"
             )
         said["num_kv_heads"] = 1
     if layer.kind not in KV_KINDS:
         said["kv_dtype"] = None
+    if layer.kind == "index":
+        said |= _index_fields(index, layer, said["kv_dtype"])
     if said["v_head_dim"] is None:
         said["v_head_dim"] = defaults.qk_head_dim
     _check_heads(said["num_qo_heads"], said["num_kv_heads"])
@@ -110,6 +112,21 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
     _check_codec(index, resolved)
     _check_lists(index, resolved)
     return resolved
+
+
+def _index_fields(index: int, layer: LayerSpec, kv_dtype: str) -> dict[str, Any]:
+    """Return what an index lane has of its own; a ValueError if it cannot be."""
+    if layer.num_qo_heads is None or layer.qk_head_dim is None:
+        raise ValueError(
+            f"layer {index}: kind 'index' needs num_qo_heads and qk_head_dim of its own, the index "
+            "heads and the width of their keys"
+        )
+    if codec_of(kv_dtype) is not None:
+        raise ValueError(
+            f"layer {index}: index keys are not quantized, so kv_dtype must be float32, float16 or "
+            f"bfloat16; got {kv_dtype!r}"
+        )
+    return {"v_head_dim": layer.qk_head_dim, "rope": RopeConfig(mode="none")}
 
 
 def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
@@ -150,8 +167,10 @@ def _slopes(
         name, alibi = "alibi", defaults.alibi
     if alibi is None or alibi is False:
         return None
-    if layer.kind == "mla":
-        raise ValueError(f"{name}: layer {index} is of kind 'mla', which has no ALiBi")
+    if layer.kind == "index" and layer.alibi is None:
+        return None
+    if layer.kind in LATENT_KINDS:
+        raise ValueError(f"{name}: layer {index} is of kind {layer.kind!r}, which has no ALiBi")
     return resolve_slopes(name, alibi, num_heads)
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import tir_kernels
 from tir_kernels.conv_spec import ConvSpec
+from tir_kernels.index_spec import IndexSpec
 from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import CudaTarget, KernelSpec
 
@@ -21,7 +22,7 @@ from .library import ARCHS, compiler_version
 SOURCES = (Path(__file__).parent,)  # a change of any of these files makes new kernels
 
 
-Spec = TypeVar("Spec", bound=KernelSpec | RecurrentSpec | ConvSpec)
+Spec = TypeVar("Spec", bound=KernelSpec | RecurrentSpec | ConvSpec | IndexSpec)
 
 
 def cuda_spec(spec: Spec, arch: str | None = None) -> Spec:
@@ -29,7 +30,7 @@ def cuda_spec(spec: Spec, arch: str | None = None) -> Spec:
 
     Parameters
     ----------
-    spec : KernelSpec, RecurrentSpec or ConvSpec
+    spec : KernelSpec, RecurrentSpec, ConvSpec or IndexSpec
     arch : str, optional
         A compute capability, such as "90a"; None: the kernels that all GPUs run.
 
@@ -56,7 +57,7 @@ def _check_codecs(spec: KernelSpec) -> None:
 
 
 def build_cuda_set(
-    spec: KernelSpec | RecurrentSpec | ConvSpec,
+    spec: KernelSpec | RecurrentSpec | ConvSpec | IndexSpec,
     archs: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Mapping[str, str], Path]:
@@ -64,7 +65,7 @@ def build_cuda_set(
 
     Parameters
     ----------
-    spec : KernelSpec, RecurrentSpec or ConvSpec
+    spec : KernelSpec, RecurrentSpec, ConvSpec or IndexSpec
         A spec for a GPU, from `cuda_spec`.
     archs : sequence of str, optional
         Compute capabilities, as for `library.compile_library`; None: all of `library.ARCHS`.

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel `index_top_k` against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tir_kernels.index_spec import IndexSpec
+
+from ..reference.index import assert_chosen, index_scores
+from ..support.attention_cases import compiled, indptr, normal, tensor
+from ..support.kernel_specs import BF16, F16, F32, NATIVE, parametrize_seed
+from ..support.selections import few_of
+
+SPECS = [
+    IndexSpec(4, 64, F32, F32, 16, NATIVE),
+    IndexSpec(64, 128, BF16, BF16, 64, NATIVE),
+    IndexSpec(3, 32, F16, F32, 1, NATIVE),
+    IndexSpec(1, 40, F32, BF16, 4, NATIVE),
+    IndexSpec(300, 16, F32, F32, 4, NATIVE),
+]
+# (rows of the step, positions), and how many are chosen.
+BATCHES = {
+    "decode": ([(1, 3000), (1, 1), (1, 70)], 64),
+    "prompts": ([(100, 300), (0, 5), (3, 3), (1, 64)], 17),
+    "one": ([(5, 200)], 1),
+}
+
+
+class Case:
+    """Keys in shuffled pages, with NaN wherever nothing lies."""
+
+    def __init__(self, spec: IndexSpec, lengths, seed: int):
+        self.spec, rng = spec, np.random.default_rng(seed)
+        self.num_rows, self.kv_lens = (list(x) for x in zip(*lengths, strict=True))
+        page, total = spec.page_size, sum(self.num_rows)
+        num_pages = [-(-kv // page) for kv in self.kv_lens]
+        self.pages = np.full((sum(num_pages) + 3, page, spec.dim), np.nan, spec.kv_dtype)
+        self.page_indptr = indptr(num_pages)
+        self.page_ids = rng.permutation(len(self.pages))[: sum(num_pages)].astype(np.int32)
+        self.keys = [normal(rng, (kv, spec.dim), spec.kv_dtype) for kv in self.kv_lens]
+        for b, keys in enumerate(self.keys):
+            ids = self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
+            for at, key in enumerate(keys):
+                self.pages[ids[at // page], at % page] = key
+        self.last = [kv - (n - 1) * page for kv, n in zip(self.kv_lens, num_pages, strict=True)]
+        self.q = normal(rng, (total, spec.num_heads, spec.dim), spec.dtype)
+        self.weights = normal(rng, (total, spec.num_heads), F32)
+
+    def run(self, k: int) -> np.ndarray:
+        positions = tensor(np.full((len(self.q), k), 77, np.int32))
+        arrays = [self.q, indptr(self.num_rows), self.weights, self.pages, self.page_indptr]
+        arrays += [self.page_ids, np.array(self.last, np.int32)]
+        kernel = compiled("index_top_k", self.spec)
+        kernel(*map(tensor, arrays), positions, 0.25)
+        return positions.numpy()
+
+    def verify(self, positions: np.ndarray) -> None:
+        row = 0
+        for n, kv, keys in zip(self.num_rows, self.kv_lens, self.keys, strict=True):
+            for own in range(kv - n, kv):
+                scores = index_scores(self.q[row], self.weights[row], keys[: own + 1], 0.25)
+                assert_chosen(positions[row], scores, self.spec.dtype)
+                row += 1
+
+
+@parametrize_seed
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("spec", few_of(SPECS, 2), ids=lambda s: f"{s.num_heads}x{s.dim}-{s.dtype}")
+def test_index_top_k(spec, batch, seed):
+    case = Case(spec, batch[0], seed)
+    case.verify(case.run(batch[1]))
+
+
+def test_equal_scores_choose_the_first_positions():
+    case = Case(SPECS[0], [(1, 200)], 0)
+    case.pages[:] = 1
+    assert case.run(7).tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+    case.q[:] = 0  # all scores are 0
+    assert case.run(3).tolist() == [[0, 1, 2]]
+
+
+def test_negative_scores_are_ordered_too():
+    case = Case(SPECS[0], [(2, 300)], 1)
+    case.weights[:] = -np.abs(case.weights)
+    case.verify(case.run(40))

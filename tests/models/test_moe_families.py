@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 from tvm_pagedkv.models.weight_formats import GROUP, INT4_MINIMA, INT8, quantize  # noqa: E402
 
@@ -34,6 +36,22 @@ FAMILIES = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
+    "glm4_moe": WIDE
+    | {
+        "intermediate_size": 80,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
     "mixtral": WIDE
     | {
         "intermediate_size": 80,
@@ -48,6 +66,11 @@ OTHER_VALUES = [
     ("qwen3_moe", {"norm_topk_prob": False}),
     ("qwen3_moe", {"num_experts_per_tok": 3}),
     ("qwen3_moe", {"mlp_only_layers": []}),
+    ("glm4_moe", {"topk_group": 4}),
+    ("glm4_moe", {"norm_topk_prob": False}),
+    ("glm4_moe", {"routed_scaling_factor": 1.0}),
+    ("glm4_moe", {"use_qk_norm": False}),
+    ("glm4_moe", {"first_k_dense_replace": 0}),
     ("mixtral", {"sliding_window": 256}),
     ("mixtral", {"num_experts_per_tok": 3}),
 ]
@@ -56,6 +79,10 @@ VARIANTS = {
     "qwen3_moe, probabilities": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe, every second layer": (
         "qwen3_moe", {"mlp_only_layers": [], "decoder_sparse_step": 2}
+    ),
+    "glm4_moe, one group": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False},
     ),
     "mixtral, no window": ("mixtral", {"sliding_window": None}),
 }  # fmt: skip
@@ -183,6 +210,16 @@ def test_a_checkpoint_in_shards(qwen, tmp_path):
     model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
     assert len([*theirs.parameters()]) > 10
     for found, expected in zip(model.parameters, qwen.ours.parameters, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@pytest.mark.slow
+def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
+    pair = Pair(tmp_path, "glm4_moe", FAMILIES["glm4_moe"])
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.2.eh_proj.weight": np.zeros(3, "float32")}, file)
+    model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
+    for found, expected in zip(model.parameters, pair.ours.parameters, strict=True):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 

@@ -154,6 +154,8 @@ class DecoderConfig:
         For layers with the rule "mamba2".
     experts : Experts, optional
         What layers have in place of one MLP; None: all layers are dense.
+    has_draft_layers : bool
+        Whether checkpoints may have further layers that predict several tokens, which are not read.
     longest_text : int, optional
         Maximum length of a text, for models whose RoPE would need K to be rotated again beyond it.
     eos_token_ids : tuple of int
@@ -194,6 +196,7 @@ class DecoderConfig:
     scales: Scales = Scales()
     mamba2: Mamba2Options = Mamba2Options()
     experts: Experts | None = None
+    has_draft_layers: bool = False
     longest_text: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"

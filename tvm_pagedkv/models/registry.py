@@ -20,6 +20,7 @@ from .exaone4 import exaone4
 from .falcon_h1 import falcon_h1
 from .fields import token_ids
 from .gemma import gemma2, gemma3
+from .glm import glm4_moe
 from .granite import granite_hybrid
 from .lfm2 import lfm2
 from .llama import llama, mistral, mixtral
@@ -50,6 +51,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Exaone4ForCausalLM": ("exaone4", exaone4),
     "MixtralForCausalLM": ("mixtral", mixtral),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
+    "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
     "Lfm2ForCausalLM": ("lfm2", lfm2),

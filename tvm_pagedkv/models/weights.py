@@ -210,6 +210,8 @@ def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
         layer = re.match(rf"{re.escape(config.names.model)}\.layers\.(\d+)\.", name)
         if layer is None or name in known or "rotary_emb" in name:
             continue
+        if int(layer[1]) >= config.num_layers and config.has_draft_layers:
+            continue
         if int(layer[1]) >= config.num_layers:
             raise ValueError(
                 f"{checkpoint.path} has tensor {name}, and the model has only "

@@ -16,7 +16,7 @@ import pytest
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.cache import checkpoint
-from tvm_pagedkv.compiler.create import _rope_details
+from tvm_pagedkv.compiler.create import rope_details
 
 from ..reference.checkpoint import page_group
 from ..support.checkpoint_cases import LAYERS, Fed, call, export, forked
@@ -200,7 +200,7 @@ def test_compiled_kernels_go_on(tmp_path):
 def test_words_for_the_rotation():
     def details(head_dim=64, **fields):
         config = pkv.KVCacheConfig(1, 1, 1, head_dim, rope=pkv.RopeConfig(**fields))
-        return _rope_details(config.resolved().layers[0])
+        return rope_details(config.resolved().layers[0])
 
     assert details() == details(rotary_dim=64) == details(scaling={"rope_type": "default"}) == ""
     llama3 = {

@@ -33,8 +33,11 @@ def first_element():
 def page_shape(spec: KernelSpec) -> tuple[int, ...]:
     """Shape of one page: ``(2, num_kv_heads, page_size, head_dim)``, K rows, then V rows.
 
-    With MLA ``(page_size, head_dim)``.
+    With MLA ``(page_size, head_dim)``. Where K and V have rows of two widths, a page is flat:
+    ``(num_kv_heads * page_size * (qk_head_dim + v_head_dim),)``, the rows of K, then those of V.
     """
+    if spec.has_two_widths:
+        return (spec.num_kv_heads * spec.page_size * (spec.qk_head_dim + spec.v_head_dim),)
     row_sets = () if spec.kind == "mla" else (2, spec.num_kv_heads)
     return (*row_sets, spec.page_size, spec.qk_head_dim)
 
@@ -48,7 +51,8 @@ def row_bytes(spec: KernelSpec) -> int:
     """Bytes that a row takes in a page, its scales included: the mean of K and V."""
     codec = spec.codec
     if codec is None:
-        return spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
+        width = (spec.qk_head_dim + spec.v_head_dim) // 2 if spec.has_two_widths else None
+        return (width or spec.qk_head_dim) * ITEMSIZE[spec.kv_dtype]
     widths = spec.qk_head_dim, spec.v_head_dim
     rows = [c.row_bytes(widths[0]) + c.scale_bytes(*widths) for c in (codec.k, codec.v)]
     return sum(rows) // 2
@@ -76,16 +80,100 @@ def page_bytes(spec: KernelSpec) -> int:
 
 
 def view_pages(pages, spec: KernelSpec):
-    """Return the object whose rows kernels read and write: matched pages or `QuantizedPages`.
+    """Return the object whose rows kernels read and write.
 
-    To be called once, after all arguments are matched.
+    These are the matched pages, `TwoWidths` or `QuantizedPages`. To be called once, after all
+    arguments are matched.
     """
+    if spec.has_two_widths:
+        return TwoWidths.of(pages, spec)
     return pages if spec.codec is None else QuantizedPages.of(pages, spec)
 
 
 def rows_of(pages, plane: int):
     """Return the rows of K or V among what `view_pages` returns."""
-    return pages.of_plane(plane) if isinstance(pages, QuantizedPages) else pages
+    return pages.of_plane(plane) if isinstance(pages, QuantizedPages | TwoWidths) else pages
+
+
+def arrays_of(pages) -> tuple:
+    """Return the buffers among what `view_pages` returns; none of quantized pages."""
+    if isinstance(pages, QuantizedPages):
+        return ()
+    return (pages.k, pages.v) if isinstance(pages, TwoWidths) else (pages,)
+
+
+@dataclass(frozen=True)
+class TwoWidths:
+    """Rows of two widths in one array, as two views of it. The same indices hold for both.
+
+    In pages the rows are those of K and those of V. In fused rows they are those of Q and K, and
+    those of V.
+
+    Parameters
+    ----------
+    k, v : Buffer
+        Pages: ``[num_pages, 2, num_kv_heads, page_size, width]``, of which each view has one plane.
+        Fused rows: ``[rows, heads, width]``, where the heads of V count from those of K on.
+    """
+
+    k: Any
+    v: Any
+
+    @staticmethod
+    def of(pages, spec: KernelSpec) -> TwoWidths:
+        """Make the views of a buffer that `match_pages` has matched."""
+        num_pages, page_elements = pages.shape
+        num_rows = spec.num_kv_heads * spec.page_size
+        plane = num_rows * spec.qk_head_dim  # from the rows of K to those of V
+
+        def view(name: str, width: int):
+            shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, width)
+            strides = (int(page_elements), plane, spec.page_size * width, width, 1)
+            return strided_view(name, pages, shape, strides)
+
+        return TwoWidths(view("k_rows", spec.qk_head_dim), view("v_rows", spec.v_head_dim))
+
+    @staticmethod
+    def fused(rows, spec: KernelSpec) -> TwoWidths:
+        """Make the views of fused rows ``[T, Hq * Dqk + Hk * Dqk + Hk * Dv]``."""
+        num_rows, row_elements = rows.shape
+        num_keys = spec.num_qo_heads + spec.num_kv_heads
+        widths = spec.qk_head_dim, spec.v_head_dim
+        first = num_keys * (widths[0] - widths[1])  # so that head `num_keys` is the first of V
+
+        def view(name: str, num_heads: int, width: int, begin: int):
+            shape, strides = (num_rows, num_heads, width), (int(row_elements), width, 1)
+            return strided_view(name, rows, shape, strides, begin)
+
+        return TwoWidths(
+            view("qk_rows", num_keys, widths[0], 0),
+            view("v_rows", num_keys + spec.num_kv_heads, widths[1], first),
+        )
+
+    @property
+    def dtype(self):
+        """Return the type of the elements."""
+        return self.k.dtype
+
+    def of_plane(self, plane: int):
+        """Return the view with the rows of K (fused: and of Q), or of V."""
+        return self.v if plane == V_PLANE else self.k
+
+
+def strided_view(name: str, buffer, shape: tuple, strides: tuple, begin: int = 0):
+    """Declare a view of the elements of a buffer, from element `begin` on."""
+    view = T.decl_buffer(
+        shape,
+        str(buffer.dtype),
+        data=buffer.data,
+        strides=[T.int64(stride) for stride in strides],
+        elem_offset=buffer.elem_offset + begin,
+        align=buffer.data_alignment,
+        offset_factor=buffer.offset_factor,
+        layout=None,  # or GPUs take one without strides
+    )
+    IRBuilder.name(name, view)
+    return view
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class KernelSpec:
     num_qo_heads, num_kv_heads : int
         Query heads and KV heads; the first is a multiple of the second.
     qk_head_dim, v_head_dim : int
-        Width of a row of Q and K, and of V. Paged kernels of kind "mha" need them to be equal.
+        Width of a row of Q and K, and of V.
     dtype, kv_dtype : str
         Type of Q, K, V and O in a step, and of the pages; the latter may name a codec,
         or one for K and one for V, as in "int8,int4".
@@ -210,6 +210,11 @@ class KernelSpec:
             original_qk_head_dim=0,
             original_v_head_dim=0,
         )
+
+    @property
+    def has_two_widths(self) -> bool:
+        """Whether the rows of K and of V in a page have widths of their own."""
+        return self.kind != "mla" and self.qk_head_dim != self.v_head_dim
 
     @property
     def group_size(self) -> int:

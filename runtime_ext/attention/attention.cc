@@ -63,9 +63,14 @@ void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor q
   TensorChecks& tensors = step_->tensors();
   const int64_t num_rows = step_->plan().num_rows();
   const DLDataType dtype = storage_.config().dtype;
-  tensors.CheckInput("qkv", qkv,
-                     {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
-                     dtype);
+  const int64_t num_keys = config.num_qo_heads + config.num_kv_heads;
+  if (config.has_two_widths()) {
+    const int64_t v_width = config.num_kv_heads * config.v_head_dim;
+    tensors.CheckInput("qkv", qkv, {num_rows, num_keys * config.qk_head_dim + v_width}, dtype);
+  } else {
+    tensors.CheckInput("qkv", qkv, {num_rows, num_keys + config.num_kv_heads, config.qk_head_dim},
+                       dtype);
+  }
   tensors.CheckOutput("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, dtype);
   const Alignment alignment = backend.page_alignment();
   tensors.CheckAlignment("o", o, alignment);

@@ -71,6 +71,9 @@ std::vector<int64_t> CheckpointLayout::GroupShape(int64_t layer, int64_t num_pag
   const Layer& l = layers[layer];
   if (l.codec_page_bytes) return {1, num_pages, l.codec_page_bytes};
   if (l.has_one_row()) return {1, num_pages, page_size, l.qk_head_dim};
+  if (l.qk_head_dim != l.v_head_dim) {  // the rows of K, then those of V
+    return {1, num_pages, l.num_kv_heads * page_size * (l.qk_head_dim + l.v_head_dim)};
+  }
   return {1, num_pages, 2, l.num_kv_heads, page_size, l.qk_head_dim};
 }
 

@@ -61,9 +61,12 @@ void CheckLayer(const LayerConfig& layer) {
             ": all query heads share the latent rows");
     }
     CheckRange("v_head_dim of an MLA layer", layer.v_head_dim, 1, layer.qk_head_dim);
-  } else if (layer.v_head_dim != layer.qk_head_dim) {
+  } else {
+    CheckRange("v_head_dim", layer.v_head_dim, 1, kMaxHeadDim);
+  }
+  if (layer.has_two_widths() && layer.codec) {
     Raise(kValueError, "v_head_dim (", layer.v_head_dim, ") must equal qk_head_dim (",
-          layer.qk_head_dim, "): a page keeps K and V rows of one width");
+          layer.qk_head_dim, ") in quantized pages");
   }
   const int64_t original_qk = layer.original_qk_head_dim, original_v = layer.original_v_head_dim;
   CheckRange("mla_original_qk_head_dim", original_qk, 0, layer.is_mla() ? kMaxHeadDim : 0);

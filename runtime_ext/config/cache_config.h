@@ -85,6 +85,8 @@ struct LayerConfig {
   /*! \brief Whether kernels rotate Q and K as they read them. */
   bool has_inline_rope() const { return is_mha() && rope_mode == RopeMode::kInline; }
   int64_t rotary_mode() const { return has_inline_rope(); }
+  /*! \brief Whether the rows of K and of V in a page have widths of their own. */
+  bool has_two_widths() const { return is_mha() && qk_head_dim != v_head_dim; }
   /*! \brief Rows of a slot: K and V of each head, or one row. */
   int64_t rows_per_slot() const { return is_mha() ? 2 * num_kv_heads : 1; }
 

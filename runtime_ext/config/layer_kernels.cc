@@ -28,14 +28,21 @@ bool CanSharePrefix(const LayerConfig& layer, const KernelSet& kernels) {
 
 namespace {
 
-/*! \throws Error (ValueError) where the set has kernels that do not know the layer's codec. */
-void RequireKernelsOfCodec(const LayerConfig& layer, const KernelSet& kernels) {
+/*! \throws Error (ValueError) where the set has kernels that do not know the layer's pages. */
+void RequireKernelsOfPages(const LayerConfig& layer, const KernelSet& kernels) {
   for (int i = 0; i < static_cast<int>(KernelName::kNumNames); ++i) {
     const auto name = static_cast<KernelName>(i);
     if (!kernels.IsStock(name) && !kernels.IsFlashInfer(name)) continue;
+    const char* owner = kernels.IsStock(name) ? "the stock cache (tag tirx)" : "FlashInfer";
+    if (layer.has_two_widths()) {
+      Raise(kValueError, "layer ", layer.id, " has rows of K with ", layer.qk_head_dim,
+            " elements and rows of V with ", layer.v_head_dim,
+            ", which only kernels of tvm_pagedkv can read in pages, but its kernel '",
+            ToString(name), "' is of ", owner);
+    }
     Raise(kValueError, "layer ", layer.id, " keeps K and V as ", layer.codec->name,
           ", which only kernels of tvm_pagedkv can read, but its kernel '", ToString(name),
-          "' is of ", kernels.IsStock(name) ? "the stock cache (tag tirx)" : "FlashInfer",
+          "' is of ", owner,
           "; give it kernels of tvm_pagedkv, or a kv_dtype of float32, float16 or bfloat16");
   }
 }
@@ -43,7 +50,7 @@ void RequireKernelsOfCodec(const LayerConfig& layer, const KernelSet& kernels) {
 }  // namespace
 
 void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
-  if (layer.codec) RequireKernelsOfCodec(layer, kernels);
+  if (layer.codec || layer.has_two_widths()) RequireKernelsOfPages(layer, kernels);
   std::string missing;
   auto require = [&](KernelName name) {
     if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));

@@ -20,7 +20,8 @@ Workspaces::Workspaces(const LayerStorage& storage) : storage_(storage) {
                        StepView(kFloat32, {layer.num_qo_heads})});
     if (!layer.is_mha()) continue;
     q_width = std::max(q_width, layer.num_qo_heads * layer.qk_head_dim);
-    kv_width = std::max(kv_width, layer.num_kv_heads * layer.qk_head_dim);
+    kv_width =
+        std::max(kv_width, layer.num_kv_heads * std::max(layer.qk_head_dim, layer.v_head_dim));
     num_qo_heads = std::max(num_qo_heads, layer.num_qo_heads);
   }
   const int64_t bytes_before = *storage.counter();

@@ -82,6 +82,11 @@ SlotLayout LayerStorage::LayoutOf(const LayerConfig& layer) const {
   if (layer.codec) {
     return SlotLayout::Quantized(page_size, rows_per_slot, *layer.codec);
   }
+  if (layer.has_two_widths()) {
+    const int64_t item_bytes = ItemSize(layer.page_dtype);
+    return SlotLayout::TwoWidths(page_size, layer.num_kv_heads, layer.qk_head_dim * item_bytes,
+                                 layer.v_head_dim * item_bytes);
+  }
   return SlotLayout::Plain(page_size, rows_per_slot,
                            layer.qk_head_dim * ItemSize(layer.page_dtype));
 }
@@ -111,6 +116,8 @@ ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared
   std::vector<int64_t> shape{config_.NumPages(layer)};
   if (layer.codec) {
     shape.push_back(layer.codec->page_bytes);
+  } else if (layer.has_two_widths()) {
+    shape.push_back(LayoutOf(layer).page_bytes / ItemSize(layer.page_dtype));
   } else {
     if (layer.is_mha()) shape.insert(shape.end(), {2, layer.num_kv_heads});
     shape.insert(shape.end(), {config_.page_size, layer.qk_head_dim});

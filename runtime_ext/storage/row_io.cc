@@ -40,12 +40,14 @@ template <typename Visitor>
 void VisitPlainRows(const StoredLayer& layer, const std::vector<int32_t>& slots,
                     const LayerRows& rows, Visitor visit) {
   const SlotLayout& layout = layer.layout;
-  const int64_t num_heads = layer.config.num_kv_heads, row_bytes = layout.sections[0].row_bytes;
+  const int64_t num_heads = layer.config.num_kv_heads;
   int64_t first_row = 0;
   for (int32_t slot : slots) {
-    for (int64_t i = 0; i < layout.rows_per_slot; ++i) {
-      visit(i < num_heads ? rows.k : rows.v, (first_row + i % num_heads) * row_bytes,
-            layout.RowOffset(layout.sections[0], slot, i), row_bytes);
+    for (const SlotLayout::Section& section : layout.sections) {
+      for (int64_t i = section.first_row; i < section.end_row(); ++i) {
+        visit(i < num_heads ? rows.k : rows.v, (first_row + i % num_heads) * section.row_bytes,
+              layout.RowOffset(section, slot, i), section.row_bytes);
+      }
     }
     first_row += num_heads;
   }

@@ -4,7 +4,8 @@
  * \brief The location of a slot's rows in the pages of a layer.
  *
  * A layer with K and V has pages [num_pages, 2, num_kv_heads, page_size, head_dim], an MLA layer
- * [num_pages, page_size, head_dim]. A slot holds one token: a row of K and one of V for each head,
+ * [num_pages, page_size, head_dim]. Where K and V have two widths, a page is flat: the rows of K,
+ * then those of V. A slot holds one token: a row of K and one of V for each head,
  * or the latent row. So the rows of a slot are `page_size` rows apart.
  *
  * Quantized pages have sections of that form, the codes of the rows and their scales, and then
@@ -40,6 +41,16 @@ struct SlotLayout {
   static SlotLayout Plain(int64_t page_size, int64_t rows_per_slot, int64_t row_bytes) {
     const int64_t page_bytes = page_size * rows_per_slot * row_bytes;
     return {page_size, rows_per_slot, page_bytes, {{{0, row_bytes, 0, rows_per_slot}}}};
+  }
+  /*! \brief Pages with the rows of K of each head, then those of V, which have another width. */
+  static SlotLayout TwoWidths(int64_t page_size, int64_t num_kv_heads, int64_t k_bytes,
+                              int64_t v_bytes) {
+    const int64_t num_rows = page_size * num_kv_heads;
+    return {page_size,
+            2 * num_kv_heads,
+            num_rows * (k_bytes + v_bytes),
+            {{{0, k_bytes, 0, num_kv_heads},
+              {num_rows * k_bytes, v_bytes, num_kv_heads, num_kv_heads}}}};
   }
   /*! \brief Pages of codes, then scales, then padding. */
   static SlotLayout Quantized(int64_t page_size, int64_t rows_per_slot, const Codec& codec) {

@@ -49,6 +49,9 @@ CONFIGURATIONS = {
     "heads-of-64-float16": dict(_LLAMA, qk_head_dim=64, dtype="float16"),
     "heads-of-256-bfloat16": dict(_LLAMA, qk_head_dim=256, dtype="bfloat16"),
     "heads-of-256-float32": dict(_LLAMA, qk_head_dim=256, dtype="float32"),
+    "heads-of-192-and-128-bfloat16": dict(
+        _LLAMA, qk_head_dim=192, v_head_dim=128, dtype="bfloat16"
+    ),
     "longrope-float16": dict(**_LLAMA, dtype="float16", rope=RopeConfig(scaling=_LONGROPE)),
     "windows-cap-alibi-float16": dict(
         **_LLAMA,

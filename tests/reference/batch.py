@@ -25,6 +25,7 @@ def paged_attention(
     window=None,
     softcap=None,
     alibi=None,
+    v_width=None,
 ):
     """Attention of a batch over its pages.
 
@@ -40,6 +41,8 @@ def paged_attention(
         Positions that a row sees, its own included.
     softcap : float, optional
     alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``, k_rope_pos_offset ``[B]``), optional
+    v_width : int, optional
+        Columns of a row that are V, if the pages hold wider ones; K has as many as `q`.
     """
     page_size = pages.shape[3]
     parts = []
@@ -47,6 +50,7 @@ def paged_attention(
         page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
         parts.append(gather_slots(pages, sequence_slots(page_ids, last_page_len[b], page_size)))
     k, v = (np.concatenate(rows) for rows in zip(*parts, strict=True))
+    k, v = k[..., : q.shape[-1]], v[..., :v_width]
     kv_indptr = np.cumsum([0, *(len(rows) for rows, _ in parts)])
     return ragged_attention(
         q, q_indptr, k, v, kv_indptr, sm_scale,

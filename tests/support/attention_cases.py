@@ -24,7 +24,7 @@ from tvm_pagedkv.compiler.lowering import compile_kernel
 
 from .. import reference
 from ..reference import quantized
-from . import fast_compilation
+from . import fast_compilation, two_widths
 from .cuda_emulator import emulated
 from .quantized_pages import quantized_pool
 
@@ -123,6 +123,8 @@ def random_pages(rng, shape, spec: KernelSpec) -> np.ndarray:
 
 def pool_of(spec: KernelSpec, pages: np.ndarray) -> np.ndarray:
     """Return the pages for a kernel; with a codec, rows of NaN are slots full of garbage."""
+    if spec.has_two_widths:
+        return two_widths.flat(spec, pages)
     return pages if spec.codec is None else quantized_pool(spec, pages)
 
 
@@ -218,7 +220,7 @@ class PagedBatch(Batch):
             [kv - max(n - 1, 0) * page for kv, n in zip(self.kv_lens, num_pages, strict=True)],
             np.int32,
         )
-        shape = (pool, 2, spec.num_kv_heads, page, spec.qk_head_dim)
+        shape = two_widths.padded_shape(spec, pool)
         self.pages = random_pages(self.rng, shape, spec)
         used = np.zeros((pool, page), bool)
         for b in range(len(lengths)):
@@ -264,6 +266,7 @@ class PagedBatch(Batch):
             window=window,
             softcap=self.spec.logit_softcap,
             alibi=self.reference_alibi(),
+            v_width=self.spec.v_head_dim,
         )
 
 

@@ -197,7 +197,12 @@ class PairOperands:
 
 def _as_words(buffer):
     words = T.decl_buffer(
-        buffer.shape, WORD, data=buffer.data, elem_offset=buffer.elem_offset, align=2
+        buffer.shape,
+        WORD,
+        data=buffer.data,
+        strides=list(buffer.strides) or None,
+        elem_offset=buffer.elem_offset,
+        align=2,
     )
     IRBuilder.name(f"{buffer.name}_words", words)
     return words

@@ -11,6 +11,7 @@ from ..define import attributes
 from ..layout import (
     K_PLANE,
     V_PLANE,
+    TwoWidths,
     match_pages,
     row_bytes,
     rows_of,
@@ -27,10 +28,10 @@ from ..targets import components_of
 def transpose_append(spec: KernelSpec):
     """Build the kernel that writes K and V rows to their slots.
 
-    Arguments: pages ``[P, 2, Hk, page, D]``, k and v ``[T, Hk, D]``, position_map int32 ``[T]``
-    (slots; a negative one: do not write).
+    Arguments: pages, k ``[T, Hk, Dqk]``, v ``[T, Hk, Dv]``, position_map int32 ``[T]`` (slots; a
+    negative one: do not write).
     """
-    num_heads, head_dim, page_size = spec.num_kv_heads, spec.qk_head_dim, spec.page_size
+    num_heads, page_size = spec.num_kv_heads, spec.page_size
     c, match_rows = components_of(spec), row_matcher(spec)
 
     @prim_func
@@ -40,8 +41,8 @@ def transpose_append(spec: KernelSpec):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
-        k = match_rows(var_k, n, num_heads, head_dim)
-        v = match_rows(var_v, n, num_heads, head_dim)
+        k = match_rows(var_k, n, num_heads, spec.qk_head_dim)
+        v = match_rows(var_v, n, num_heads, spec.v_head_dim)
         position_map = match_int32(var_position_map, n)
         stored = T.meta_var(view_pages(pages, spec))
         worker = c.Worker(spec)
@@ -91,8 +92,8 @@ def transpose_append_mla(spec: KernelSpec):
 def split_rotary(spec: KernelSpec):
     """Build the kernel that splits fused rows and rotates Q and K.
 
-    Arguments: qkv ``[T, Hq + 2 * Hk, D]``, position_map int32 ``[T]`` (positions), q
-    ``[T, Hq, D]``, k and v ``[T, Hk, D]``, apply_rope int64. longrope: in place of the last one,
+    Arguments: qkv, see `match_fused`, position_map int32 ``[T]`` (positions), q ``[T, Hq, Dqk]``,
+    k ``[T, Hk, Dqk]``, v ``[T, Hk, Dv]``, apply_rope int64. longrope: in place of the last one,
     float32 ``[rotary_dim]``, the long factors, then the short ones. Without a table of sequences
     their lengths are not known: the largest position of the call chooses the factors of all rows.
     """
@@ -113,18 +114,19 @@ def split_rotary(spec: KernelSpec):
     ):
         T.func_attr(attributes(spec))
         n = T.int64()
-        qkv = match_rows(var_qkv, n, num_heads, head_dim)
+        qkv = match_fused(var_qkv, n, spec)
         position_map = match_int32(var_position_map, n)
         q = match_rows(var_q, n, num_qo_heads, head_dim)
         k = match_rows(var_k, n, num_kv_heads, head_dim)
-        v = match_rows(var_v, n, num_kv_heads, head_dim)
+        v = match_rows(var_v, n, num_kv_heads, spec.v_head_dim)
         if is_longrope:
             ext_factors = match_float32(var_ext_factors, spec.rope.rotary_dim)
         else:
             ext_factors = T.meta_var(None)
-        worker = c.Worker(spec, (qkv, q, k))
-        q_rows, k_rows = c.RowRotation(worker, qkv, q), c.RowRotation(worker, qkv, k)
-        v_rows = c.RowCopy(worker, qkv, v)
+        qk_heads, v_heads = T.meta_var(heads_of(qkv, spec))
+        worker = c.Worker(spec, (qk_heads, q, k))
+        q_rows, k_rows = c.RowRotation(worker, qk_heads, q), c.RowRotation(worker, qk_heads, k)
+        v_rows = c.RowCopy(worker, v_heads, v)
         if is_longrope:
             last_position = T.meta_var(worker.largest(position_map, n))
             is_rotated = T.meta_var(True)
@@ -148,9 +150,9 @@ def split_rotary(spec: KernelSpec):
 def rope_append(spec: KernelSpec):
     """Build the kernel that splits fused rows, rotates, and writes K and V to the pages.
 
-    Arguments: qkv ``[T, Hq + 2 * Hk, D]``, q_indptr int32 ``[B + 1]``, q_rope_position int32
-    ``[T]``, position_map int32 ``[T]`` (slots; a negative one: do not write K and V), q
-    ``[T, Hq, D]``, pages ``[P, 2, Hk, page, D]``, apply_rope int64; longrope: also float32
+    Arguments: qkv, see `match_fused`, q_indptr int32 ``[B + 1]``, q_rope_position int32 ``[T]``,
+    position_map int32 ``[T]`` (slots; a negative one: do not write K and V), q ``[T, Hq, Dqk]``,
+    pages, apply_rope int64; longrope: also float32
     ``[rotary_dim]``, the long factors, then the short ones.
     """
     num_qo_heads, num_kv_heads, head_dim = spec.num_qo_heads, spec.num_kv_heads, spec.qk_head_dim
@@ -171,7 +173,7 @@ def rope_append(spec: KernelSpec):
     ):
         T.func_attr(attributes(spec))
         num_pages, num_starts, n = T.int32(), T.int64(), T.int64()
-        qkv = match_rows(var_qkv, n, num_heads, head_dim)
+        qkv = match_fused(var_qkv, n, spec)
         q_indptr = match_int32(var_q_indptr, num_starts)
         q_rope_position = match_int32(var_q_rope_position, n)
         position_map = match_int32(var_position_map, n)
@@ -183,10 +185,11 @@ def rope_append(spec: KernelSpec):
             ext_factors = T.meta_var(None)
         is_rotated = T.meta_var(apply_rope > 0)
         stored = T.meta_var(view_pages(pages, spec))
-        worker = c.Worker(spec, (qkv, q, stored))
-        q_rows = c.RowRotation(worker, qkv, q)
-        k_rows = c.RowRotation(worker, qkv, rows_of(stored, K_PLANE))
-        v_rows = c.RowCopy(worker, qkv, rows_of(stored, V_PLANE))
+        qk_heads, v_heads = T.meta_var(heads_of(qkv, spec))
+        worker = c.Worker(spec, (qk_heads, q, rows_of(stored, K_PLANE)))
+        q_rows = c.RowRotation(worker, qk_heads, q)
+        k_rows = c.RowRotation(worker, qk_heads, rows_of(stored, K_PLANE))
+        v_rows = c.RowCopy(worker, v_heads, rows_of(stored, V_PLANE))
         for row in worker.items(n, num_heads * _copied_bytes(spec)):
             cos_sin = c.CosSin(worker, ext_factors)
             last_position = -1
@@ -214,6 +217,27 @@ def rope_append(spec: KernelSpec):
                     v_rows.copy((row, first_v + h), (page, V_PLANE, h, offset))
 
     return rope_append
+
+
+def match_fused(handle, num_rows, spec: KernelSpec):
+    """Match fused rows: ``[T, Hq + 2 * Hk, D]``.
+
+    With two widths: ``[T, Hq * Dqk + Hk * (Dqk + Dv)]``.
+    """
+    num_heads, num_kv_heads = spec.num_qo_heads + 2 * spec.num_kv_heads, spec.num_kv_heads
+    shape = (num_heads, spec.qk_head_dim)
+    if spec.has_two_widths:
+        shape = ((num_heads - num_kv_heads) * spec.qk_head_dim + num_kv_heads * spec.v_head_dim,)
+    return row_matcher(spec)(handle, num_rows, *shape)
+
+
+def heads_of(fused, spec: KernelSpec) -> tuple:
+    """Return the arrays in which heads of fused rows are: those of Q and K, and those of V.
+
+    To be called once, after all arguments are matched. Heads count from the first one of Q on.
+    """
+    rows = TwoWidths.fused(fused, spec) if spec.has_two_widths else fused
+    return rows_of(rows, K_PLANE), rows_of(rows, V_PLANE)
 
 
 def _copied_bytes(spec: KernelSpec) -> int:

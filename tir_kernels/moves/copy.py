@@ -131,8 +131,8 @@ def debug_get_kv(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]``, position_map int32 ``[n]`` (slots; a negative one:
     leave the row), k and v ``[num_layers, n, Hk, D]`` of type `KernelSpec.row_dtype`, layer: int64.
     """
-    num_heads, head_dim, page_size = spec.num_kv_heads, spec.qk_head_dim, spec.page_size
-    item_bytes = 2 * num_heads * (row_bytes(spec) + head_dim * ITEMSIZE[spec.row_dtype])
+    num_heads, page_size = spec.num_kv_heads, spec.page_size
+    item_bytes = 2 * num_heads * (row_bytes(spec) + spec.qk_head_dim * ITEMSIZE[spec.row_dtype])
     c, match_rows = components_of(spec), row_matcher(spec, spec.row_dtype)
 
     @prim_func
@@ -147,8 +147,8 @@ def debug_get_kv(spec: KernelSpec):
         num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
         position_map = match_int32(var_position_map, n)
-        k = match_rows(var_k, num_layers, n, num_heads, head_dim)
-        v = match_rows(var_v, num_layers, n, num_heads, head_dim)
+        k = match_rows(var_k, num_layers, n, num_heads, spec.qk_head_dim)
+        v = match_rows(var_v, num_layers, n, num_heads, spec.v_head_dim)
         stored = T.meta_var(view_pages(pages, spec))
         worker = c.Worker(spec)
         k_rows = c.RowCopy(worker, rows_of(stored, K_PLANE), k)

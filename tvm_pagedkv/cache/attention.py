@@ -46,7 +46,8 @@ class CacheAttention(CacheInspection):
         layer : int
             Id of an "mha" or "mha_sliding" layer.
         qkv : tensor ``[T, num_qo_heads + 2 * num_kv_heads, head_dim]``, the cache's dtype
-            Rows of Q, K and V, unrotated unless the RoPE mode is "none".
+            Rows of Q, K and V, unrotated unless the RoPE mode is "none". If `qk_head_dim` and
+            `v_head_dim` differ, ``[T, elements]``: the heads of Q, then of K, then of V.
         sm_scale : float, optional
             Factor on the logits; None: ``head_dim ** -0.5``.
         out : contiguous tensor ``[T, num_qo_heads, head_dim]``, optional

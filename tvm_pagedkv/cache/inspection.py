@@ -92,7 +92,8 @@ class CacheInspection:
             If a layer with a window has dropped a part of the range.
         """
         begin, end = self._range(seq_id, begin, end)
-        k, v = (self._empty_rows("mha", seq_id, begin, end) for _ in range(2))
+        widths = "qk_head_dim", "v_head_dim"
+        k, v = (self._empty_rows("mha", seq_id, begin, end, width) for width in widths)
         global_function(CACHE + "debug_get_kv")(self, as_int("seq_id", seq_id), begin, end, k, v)
         return k, v
 
@@ -233,7 +234,9 @@ class CacheInspection:
         end = self.sequence_length(seq_id) if end is None else as_int("end", end)
         return as_int("begin", begin), end
 
-    def _empty_rows(self, kind: str, seq_id: int, begin: int, end: int) -> tvm.runtime.Tensor:
+    def _empty_rows(
+        self, kind: str, seq_id: int, begin: int, end: int, width: str = "qk_head_dim"
+    ) -> tvm.runtime.Tensor:
         """Allocate rows for these positions of all MLA layers, or of all others."""
         info = self.description
         layers = [x for x in info["layers"] if (x["kind"] == "mla") == (kind == "mla")]
@@ -243,7 +246,7 @@ class CacheInspection:
             shape: tuple[int, ...] = (0,)
         else:
             heads = () if kind == "mla" else (layers[0]["num_kv_heads"],)
-            shape = (len(layers), count, *heads, layers[0]["qk_head_dim"])
+            shape = (len(layers), count, *heads, layers[0][width])
         return tvm.runtime.empty(
             shape, layers[0]["row_dtype"] if layers else "float32", info["device"]
         )

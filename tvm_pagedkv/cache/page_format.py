@@ -96,7 +96,8 @@ class PageFormat:
         Rows of a page: ``(2, num_kv_heads, page_size)``, where a slot has one row
         ``(page_size,)``, and of states ``(num_heads, key_dim)``.
     width, v_width : int
-        Elements of a row, and those of its leading columns that are V; MLA only: they differ.
+        Elements of a row, and those of its leading columns that are V; of layers with rows of K
+        and of V, elements of either.
     codec_page_bytes : int
         Bytes of a quantized page; 0 without a codec.
     """
@@ -132,6 +133,10 @@ class PageFormat:
         if kv_dtype is None or kv_dtype == info["kv_dtype"]:
             codec_page_bytes = info["page_bytes"] if info["is_quantized"] else 0
             return cls(info["kv_dtype"], *rows, codec_page_bytes)
+        if not is_mla and info["qk_head_dim"] != info["v_head_dim"]:
+            raise ValueError(
+                f"layer {index}: pages whose rows of K and V have two widths cannot be converted"
+            )
         if kv_dtype in _ITEMSIZE:
             return cls(kv_dtype, *rows)
         codec = codec_of(kv_dtype)
@@ -150,6 +155,8 @@ class PageFormat:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a page."""
+        if len(self.row_shape) == 3 and self.width != self.v_width:  # rows of K, then those of V
+            return (math.prod(self.row_shape[1:]) * (self.width + self.v_width),)
         return (self.codec_page_bytes,) if self.codec_page_bytes else (*self.row_shape, self.width)
 
     @property

@@ -28,7 +28,7 @@ def _memory_bytes_of(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) ->
     # their kernels read and write the model's tensors.
     mha = [s for s in layers if s.kind in MHA_KINDS]
     q_width = max((s.num_qo_heads * s.qk_head_dim for s in mha), default=0)
-    kv_width = max((s.num_kv_heads * s.qk_head_dim for s in mha), default=0)
+    kv_width = max((s.num_kv_heads * max(s.qk_head_dim, s.v_head_dim) for s in mha), default=0)
     lse_bytes = max((s.num_qo_heads for s in mha), default=0) * ITEMSIZE["float32"]
     workspace = num_rows * ((q_width + 2 * kv_width) * ITEMSIZE[config.dtype] + lse_bytes)
 

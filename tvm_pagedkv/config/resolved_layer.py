@@ -65,7 +65,10 @@ class ResolvedLayer:
             return 0
         if self.codec is not None:
             return self.codec.page_bytes(num_rows, self.qk_head_dim, self.v_head_dim)
-        return num_rows * self.qk_head_dim * ITEMSIZE[self.kv_dtype]
+        width = self.qk_head_dim
+        if self.kind != "mla":
+            width = (self.qk_head_dim + self.v_head_dim) // 2  # both are multiples of 8
+        return num_rows * width * ITEMSIZE[self.kv_dtype]
 
 
 def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> ResolvedLayer:
@@ -95,7 +98,7 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
     if said["v_head_dim"] is None:
         said["v_head_dim"] = defaults.qk_head_dim
     _check_heads(said["num_qo_heads"], said["num_kv_heads"])
-    _check_widths(index, layer.kind, said["qk_head_dim"], said["v_head_dim"])
+    _check_widths(layer.kind, said["qk_head_dim"], said["v_head_dim"])
     _check_rope(said["rope"], said["qk_head_dim"])
     said["rope"] = said["rope"].resolved()
     resolved = ResolvedLayer(
@@ -138,17 +141,11 @@ def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def _check_widths(index: int, kind: str, qk_head_dim: int, v_head_dim: int) -> None:
+def _check_widths(kind: str, qk_head_dim: int, v_head_dim: int) -> None:
     check_head_dim("qk_head_dim", qk_head_dim)
     check_head_dim("v_head_dim", v_head_dim)
     if kind == "mla":
         check_int("v_head_dim", v_head_dim, 8, qk_head_dim)
-    elif v_head_dim != qk_head_dim:
-        raise ValueError(
-            f"layer {index}: a page keeps K and V rows of one width, so v_head_dim "
-            f"({v_head_dim}) must equal qk_head_dim ({qk_head_dim}); pad the narrower one with "
-            "zeros"
-        )
 
 
 def _check_rope(rope: RopeConfig, qk_head_dim: int) -> None:
@@ -178,6 +175,11 @@ def _check_lists(index: int, layer: ResolvedLayer) -> None:
     """Raise a ValueError if rows of the layer cannot attend to lists as it says."""
     if not layer.lists:
         return
+    if layer.kind != "mla" and layer.v_head_dim != layer.qk_head_dim:
+        raise ValueError(
+            f"layer {index}: attention to lists needs rows of K and V of one width, so v_head_dim "
+            f"({layer.v_head_dim}) must equal qk_head_dim ({layer.qk_head_dim})"
+        )
     if layer.alibi is not None:
         raise ValueError(f"layer {index}: lists are not possible with ALiBi")
     if layer.kind in MHA_KINDS and layer.rope.mode == "inline":
@@ -191,6 +193,12 @@ def _check_codec(index: int, layer: ResolvedLayer) -> None:
     """Raise a ValueError if rows of the layer cannot be quantized as it says."""
     if layer.codec is None:
         return
+    if layer.kind != "mla" and layer.v_head_dim != layer.qk_head_dim:
+        raise ValueError(
+            f"layer {index}: quantized pages keep K and V rows of one width, so with kv_dtype "
+            f"{layer.kv_dtype!r} v_head_dim ({layer.v_head_dim}) must equal qk_head_dim "
+            f"({layer.qk_head_dim})"
+        )
     try:
         layer.codec.check_row(layer.qk_head_dim, layer.v_head_dim)
     except ValueError as error:

@@ -104,15 +104,17 @@ def is_possible(spec: KernelSpec) -> bool:
 
     With longrope a sequence's length decides the angles of its rows.
     """
-    return spec.kind == "mha" and not spec.codec and spec.rope.kind != "longrope"
+    has_rows = not spec.codec and not spec.has_two_widths
+    return spec.kind == "mha" and has_rows and spec.rope.kind != "longrope"
 
 
 def append_prefill(spec: KernelSpec):
     """Build the kernel: `rope_append` of fused rows, then `prefill` of their Q, which is causal."""
     if not is_possible(spec):
         raise ValueError(
-            "append_prefill needs layers without a window, pages that are not quantized, and a "
-            f"rotation other than longrope, got {spec}; use rope_append and prefill"
+            "append_prefill needs layers without a window, pages that are not quantized, K and V "
+            f"of one width, and a rotation other than longrope, got {spec}; use rope_append and "
+            "prefill"
         )
 
     def append(a: FusedInputs) -> FusedInputs:

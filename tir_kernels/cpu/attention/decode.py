@@ -11,7 +11,7 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...define import attributes
-from ...layout import view_pages
+from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
@@ -55,7 +55,7 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
     output = Output(spec, a.o, a.lse)
     queue = Queue()
     queue.begin()
-    ops.begin([a.q, a.pages])
+    ops.begin([a.q, *arrays_of(a.pages)])
     import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers_of(spec, is_listed))
 
     for _ in T.parallel(schedule.num_tasks, annotations=TASKS):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...define import attributes
-from ...layout import view_pages
+from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
@@ -266,7 +266,8 @@ def paged(
         )
         ready = T.meta_var(described(spec, a, prepare))
         num_positions = T.meta_var(T.cast(ready.page_indptr[batch_size], "int64") * spec.page_size)
-        pairs = T.meta_var([b for b in (ready.q, ready.pages) if str(b.dtype) == "bfloat16"])
+        arrays = T.meta_var((ready.q, *arrays_of(ready.pages)))
+        pairs = T.meta_var([b for b in arrays if str(b.dtype) == "bfloat16"])
         ops.begin(pairs)
         if single_ops is not None and single_ops is not ops:
             single_ops.begin(pairs)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
+from ...layout import arrays_of
 from ...script import inline
 from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
@@ -57,7 +58,7 @@ def attend(
     all_tiles = tiles(spec, a)
     splits.plan(all_tiles)
     states = PartialStates(spec, splits.num_tasks, max_rows)
-    ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
+    ops.begin([b for b in (a.q, *arrays_of(a.pages)) if str(b.dtype) == "bfloat16"])
     with ops.scope():
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
             tile, split = tiles(spec, a), Split(splits)

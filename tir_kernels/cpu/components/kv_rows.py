@@ -15,6 +15,7 @@ from ...layout import (
     QuantizedPages,
     latent_index,
     row_index,
+    rows_of,
     slot_offset,
     slot_page,
 )
@@ -71,9 +72,8 @@ class PageTile(Tile):
         pages, i = self.rows.pages, 0
         if self.num_pages > 1:
             i, row = row // self.run, row % self.run
-        if isinstance(pages, QuantizedPages):
-            pages = pages.of_plane(plane)
-        return pages, self.rows.index(self.page[i], plane, self.offset[i] + row, column)
+        index = self.rows.index(self.page[i], plane, self.offset[i] + row, column)
+        return rows_of(pages, plane), index
 
 
 @T.meta_class
@@ -116,7 +116,7 @@ class PagedRows:
     Parameters
     ----------
     spec : KernelSpec
-    pages : Buffer ``[P, 2, Hk, page, D]``, or QuantizedPages
+    pages : what `view_pages` returns
     values : int32 Buffer, the page table of the batch.
     first_entry, last_entry : int32
         Entries of the sequence's first and last page in `values`.

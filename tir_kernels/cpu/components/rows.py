@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ...layout import QuantizedPages
+from ...layout import K_PLANE, QuantizedPages, TwoWidths
 from ...script import inline
 from ...semantics.partial_states import selected
 from ...semantics.rope import base_inverse_frequencies, first_factor
@@ -113,7 +113,7 @@ class RowCopy:
     Parameters
     ----------
     worker : Worker
-    source, sink : Buffer or QuantizedPages
+    source, sink : Buffer or QuantizedPages, or both `TwoWidths`
     """
 
     def __init__(self, worker: Worker, source, sink):
@@ -139,6 +139,11 @@ class RowCopy:
                 self._copy_codes(self.source, source_row, sink_row)
             else:
                 self._copy_codes(self.source.v, source_row, sink_row)
+        elif isinstance(self.sink, TwoWidths):
+            if source_row[1] == K_PLANE:
+                copy_row(self.source.k, source_row, self.sink.k, sink_row, self.lanes, 0)
+            else:
+                copy_row(self.source.v, source_row, self.sink.v, sink_row, self.lanes, 0)
         elif self.reads_codes:
             self.quantized.dequantize(source_row, self.sink, sink_row, self.lanes)
         elif self.writes_codes:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, latent_index, row_index, view_pages
+from ...layout import K_PLANE, latent_index, row_index, rows_of, view_pages
 from ...script import inline
 from ...semantics.rotary_mode import refuse_inline
 from ...signatures.inputs import PagedInputs
@@ -74,7 +74,8 @@ class PagedRows:
     def pointer(self, plane: int, i, position, column):
         """Return a pointer to a column of the i-th row of K or V, which `find` found there."""
         page, slot = as_int64(self.page[i]), self._slot(position)
-        return self.pages.ptr_to(list(row_index(page, plane, self.head, slot, column)))
+        rows = rows_of(self.pages, plane)
+        return rows.ptr_to(list(row_index(page, plane, self.head, slot, column)))
 
     def _slot(self, position):
         return T.truncmod(position, self.spec.page_size)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ...layout import QuantizedPages
+from ...layout import K_PLANE, QuantizedPages, TwoWidths, rows_of
 from ...script import inline
 from ...semantics.partial_states import selected
 from ...spec import STORED_ITEMSIZE
@@ -31,7 +31,7 @@ class RowCopy:
     Parameters
     ----------
     worker : Worker
-    source, sink : Buffer or QuantizedPages
+    source, sink : Buffer or QuantizedPages, or both `TwoWidths`
     """
 
     def __init__(self, worker: Worker, source, sink):
@@ -41,7 +41,7 @@ class RowCopy:
         )
         self.has_teams = self.reads_codes == self.writes_codes
         if self.has_teams:
-            arrays = [x.codes if self.reads_codes else x for x in (source, sink)]
+            arrays = [x.codes if self.reads_codes else rows_of(x, K_PLANE) for x in (source, sink)]
             self.teams = Teams(worker, _num_runs(*arrays))
         else:
             self.quantized = QuantizedRows(sink if self.writes_codes else source)
@@ -56,6 +56,11 @@ class RowCopy:
         if self.reads_codes and self.writes_codes:
             copy_runs(self.teams, self.source.codes, source_row, self.sink.codes, sink_row, 0)
             copy_runs(self.teams, self.source.scales, source_row, self.sink.scales, sink_row, 0)
+        elif isinstance(self.sink, TwoWidths):
+            if source_row[1] == K_PLANE:
+                copy_runs(self.teams, self.source.k, source_row, self.sink.k, sink_row, 0)
+            else:
+                copy_runs(self.teams, self.source.v, source_row, self.sink.v, sink_row, 0)
         elif self.reads_codes:
             self.quantized.dequantize(source_row, self.sink, sink_row, self.worker)
         elif self.writes_codes:

@@ -236,6 +236,8 @@ class Tiling(BlockTiling):
         The others are for MLA on GPUs whose blocks may have more shared memory: a latent row is so
         wide that few rows of Q lie beside it in 99 KB, and each tile of rows loads it again.
         """
+        if spec.has_two_widths:  # beside two views of pages, 32 rows of a warp spilled
+            max_rows = min(max_rows, MAX_ROWS // 2)
         found = [Tiling.of(spec, kv_dtype, max_rows)]
         if spec.kind == "mla" and found[0].is_tensor:
             for max_bytes in LARGE_SHARED_BYTES:

@@ -46,6 +46,7 @@ void Attention::AttendToList(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
                              ffi::Tensor positions, ffi::Tensor o,
                              ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "attention_to_positions");
+  if (!positions.defined()) Raise(kTypeError, "positions must be a tensor, got None");
   AppendAndAttend(layer_id, sm_scale, std::move(qkv), positions, o, sink_logits);
 }
 

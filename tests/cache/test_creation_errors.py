@@ -84,7 +84,7 @@ CREATION = {
     ),
     "heads": (ValueError, "multiple", {"layers": [{**LAYER, "num_kv_heads": 3}]}),
     "heads_zero": (ValueError, "num_kv_heads", {"layers": [{**LAYER, "num_kv_heads": 0}]}),
-    "v_head_dim": (ValueError, "v_head_dim", {"layers": [{**LAYER, "v_head_dim": 4}]}),
+    "v_head_dim": (ValueError, "v_head_dim", {"layers": [{**LAYER, "v_head_dim": -4}]}),
     "kernel_set": (ValueError, "kernel_set", {"layers": [{**LAYER, "kernel_set": 1}]}),
     "theta": (
         ValueError,

@@ -33,6 +33,7 @@ from ..support.hostile_values import (  # fmt: skip
     APPENDS,
     IDS,
     IMPORTED,
+    LANE,
     LEAVES,
     MHA,
     MLA,
@@ -87,6 +88,10 @@ QKV, Q, K, LATENT, LSE = (
     tensor(ROWS, *shape, is_read=True) for shape in ((8, 8), (4, 8), (2, 8), (24,), (4,))
 )
 OUT, OUT_LSE = tensor(ROWS, 4, 8), tensor(ROWS, 4)
+LISTED, LANE_LAYER = integer(MHA, LANE, -1, 4), integer(LANE, MHA, MLA, -1, 4)
+LISTS = tensor(ROWS, 3, dtype="int32", free_axis=1, is_read=True)
+INDEX_Q, INDEX_WEIGHTS = tensor(ROWS, 3, 8, is_read=True), tensor(ROWS, 3, is_read=True)
+CHOSEN = tensor(ROWS, 3, dtype="int32", free_axis=1)
 BEGIN, END = integer(1, -1, 5, 7), integer(4, -1, 0, 7)
 ROWS_OF_TWO = tensor(2, 3, 2, 8)  # of the layers that are not MLA, in [BEGIN, END)
 NEW_ROWS_OF_TWO = tensor(2, 3, 2, 8, is_read=True)
@@ -233,6 +238,9 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "debug_set_kv_mla": ("idle", [SEQ, integer(1, -1, 4, 7), NEW_LATENT_ROWS]),
     OWN + "attention_with_sinks": ("step", [LAYER, SCALE, QKV, SINKS, OUT]),
     OWN + "attention_with_shared_kv_and_sinks": ("step", [LAYER, SCALE, Q, K, K, SINKS, OUT]),
+    OWN + "attention_to_positions": ("lists", [LISTED, SCALE, QKV, LISTS, NO_SINKS, OUT]),
+    OWN + "cross_attention_to_positions": ("lists", [LISTED, SCALE, Q, LISTS, OUT, OUT_LSE]),
+    OWN + "index_top_k": ("lists", [LANE_LAYER, SCALE, INDEX_Q, INDEX_WEIGHTS, CHOSEN]),
     OWN + "export_pages": ("idle", [GROUP, PAGES, SLOTS, PAGES_OF_MHA]),
     OWN + "prepare_imports": ("idle", [NEW_SEQS, array_of(metadata, BAD_METADATA), PAGE_NUMBERS]),
     OWN + "import_pages": ("import", [IMPORTED_SEQ, GROUP, SOME_PAGES_OF_MHA]),
@@ -365,7 +373,7 @@ def test_valid_arguments_in_and_out_of_phase(name):
         before = snapshot(cache, cache.sequence_ids())
         try:
             function(cache, *(kind.valid() for kind in kinds))
-        except (KeyError, ValueError):
+        except (LookupError, ValueError):
             assert phase not in (now, "any")
             assert snapshot(cache, cache.sequence_ids()) == before
         else:

@@ -49,7 +49,7 @@ LAYER_FIELDS = {
     "num_qo_heads": BELOW_ONE | NO_INT | {"three": 3},
     "num_kv_heads": BELOW_ONE | NO_INT | {"three": 3},
     "qk_head_dim": BELOW_ONE | NO_INT,
-    "v_head_dim": {key: x for key, x in BELOW_ONE.items()} | NO_INT | {"other": 16},
+    "v_head_dim": {key: x for key, x in BELOW_ONE.items()} | NO_INT,
     "mla_original_qk_head_dim": {"of_no_use": 8, "negative": -1, "text": "8"},
     "rope_mode": {"negative": -1, "three": 3, "wide": 2**32} | NO_INT,
     "rope_theta": NO_SCALE,

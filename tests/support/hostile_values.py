@@ -13,7 +13,7 @@ import tvm_ffi
 from tvm_ffi import Shape
 
 from .checkpoint_cases import call, export
-from .python_kernels import KERNELS, LAYER, MLA_LAYER, make_cache
+from .python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache
 from .python_tree_kernels import KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -21,7 +21,7 @@ WIDE = 2**32  # becomes 0 where somebody keeps 32 bits
 LENGTHS = {0: 6, 1: 4, 2: 6}  # sequence 2 is a fork of 0
 STEP_IDS, STEP_LENGTHS = (0, 1), (3, 2)
 ROWS = sum(STEP_LENGTHS)
-MHA, SLIDING, MLA = 0, 1, 2  # layers
+MHA, SLIDING, MLA, LANE = 0, 1, 2, 3  # layers
 UNKNOWN, IMPORTED = 77, 9
 
 
@@ -35,12 +35,15 @@ def make_world(phase: str) -> Any:
         "import": while sequence `IMPORTED` lacks the pages of a layer; "imported": with all pages
         of it, before `finish_import`; "windows": outside a step, where sequences may have windows;
         "textless": outside a step, before any tokens are recorded;
+        "lists": within a step, with layers that attend to lists and an index lane;
         "receive": while sequence 2 receives; "send": while sequence 1 is sent to receiver 0.
     """
     if phase == "windows":
         return _window_world()
     if phase == "textless":
         return make_cache()
+    if phase == "lists":
+        return _lists_world()
     cache = make_cache(
         [KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES],
         layers=[
@@ -89,6 +92,31 @@ def _window_world() -> Any:
         with cache.forward([seq_id], [length]):
             for layer in range(2):
                 cache.attention(layer, np.full((length, 8, 8), 0.5, "float32"))
+    return cache
+
+
+def _lists_world() -> Any:
+    """Layers MHA and MLA attend to lists, layer LANE chooses them; their rows are appended."""
+    attend, choose = ({name: lambda *_: None} for name in ("attend_listed", "index_top_k"))
+    cache = make_cache(
+        [KERNELS | attend, MLA_KERNELS | attend, MLA_KERNELS | choose],
+        layers=[
+            LAYER,
+            LAYER,
+            {**MLA_LAYER, "kernel_set": 1},
+            {"kind": "mla", "num_qo_heads": 3, "qk_head_dim": 8, "kernel_set": 2},
+        ],
+    )
+    for ids, lengths in (((0,), (6,)), ((1,), (4,)), (STEP_IDS, STEP_LENGTHS)):
+        if ids != STEP_IDS:
+            cache.add_sequence(*ids)
+        cache.begin_forward(ids, lengths)
+        for layer in (MHA, SLIDING):
+            cache.attention(layer, np.full((sum(lengths), 8, 8), 0.5, "float32"))
+        cache.append_mla_kv(MLA, np.full((sum(lengths), 24), 0.5, "float32"))
+        cache.append_mla_kv(LANE, np.full((sum(lengths), 8), 0.5, "float32"))
+        if ids != STEP_IDS:
+            cache.end_forward()
     return cache
 
 
@@ -151,7 +179,7 @@ def tensor(
         for step in (-1, 1):
             changed = [n + step * (i == axis) for i, n in enumerate(dims)]
             wrong[f"axis_{axis}_{step:+d}"] = lambda changed=changed: full(*changed)
-    for other in ("float16", "float64", "int32", "uint8", "bool"):
+    for other in {"float16", "float64", "int32", "uint8", "bool"} - {dtype}:
         wrong[other] = lambda other=other: full(*dims, dtype=other)
     if len(dims) == 1:
         for same in ("one_dimension", "reversed", "transposed"):

@@ -198,7 +198,7 @@ def test_shared_prefixes(shape, dtype, codec, segments, seed):
     SharedBatch(spec_of(SHAPES[shape], dtype, codec), SEGMENTS[segments], seed).check()
 
 
-@latin_square(4, "dims", "dtype", "codec")
+@latin_square(6, "dims", "dtype", "codec")
 @pytest.mark.parametrize("dims", [(512, 64), (64, 32)], ids=lambda dims: f"{dims[0]}+{dims[1]}")
 @parametrize_dtypes
 @parametrize_codecs
@@ -225,7 +225,7 @@ def test_scales_of_latent_rows_change_within_a_vector(dtype, codec, seed):
     case.verify()
 
 
-@latin_square(3, "rotary_dim", "codec", "dtype")
+@latin_square(4, "rotary_dim", "codec", "dtype")
 @pytest.mark.parametrize("rotary_dim", [128, 20])
 @pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn"])
 @parametrize_dtypes

@@ -14,19 +14,13 @@ from tvm_pagedkv import LayerSpec
 from .. import reference
 from ..reference.index import assert_chosen, index_scores
 from ..reference.listed import listed_attention
+from .test_lists import HEADS, KV_HEADS, LISTS, WIDTH
 
-HEADS, KV_HEADS, WIDTH, INDEX_HEADS, INDEX_DIM, K = 4, 2, 32, 3, 16, 6
+INDEX_HEADS, INDEX_DIM, K = 3, 16, 6
 KV, INDEX = 0, 1
-CONFIG = pkv.KVCacheConfig(
+CONFIG = replace(
+    LISTS,
     num_layers=2,
-    num_qo_heads=HEADS,
-    num_kv_heads=KV_HEADS,
-    qk_head_dim=WIDTH,
-    dtype="float32",
-    page_size=4,
-    max_num_sequences=6,
-    max_total_tokens=512,
-    prefill_chunk_size=64,
     rope=pkv.RopeConfig(mode="none"),
     layers=[
         LayerSpec(lists=True),

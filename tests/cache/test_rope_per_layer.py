@@ -16,7 +16,7 @@ from .. import reference
 from ..support.cache_cases import DIM, MODES, ROPE, CachePair, layer_of
 from ..support.python_kernels import KERNELS, LAYER, make_cache, share_every_prefix, shuffle
 from ..support.python_tree_kernels import KERNELS_WITH_TREES
-from ..support.sequence_window_cases import CHUNKINGS, WindowPair
+from ..support.sequence_window_cases import WindowPair
 
 # Modes of the layers, and their windows.
 MIXED = {
@@ -105,15 +105,7 @@ def test_beside_rows_that_the_model_rotates():
 def test_windows_of_sequences(modes, window, sinks):
     """They count in the text beside mode "normal", and within the window beside "inline"."""
     pair = WindowPair((0, 0), modes)
-    pair.add(0, window + pair.row, sinks)
-    pair.add(1)
-    for seq_ids, lengths in CHUNKINGS["mixed"] + [([0, 1], [1, 1])] * 5:
-        pair.step(seq_ids, lengths)
-    pair.pop(0, 5)
-    pair.step([0], [9])
-    pair.fork(0, 2)
-    pair.step([1, 2, 0], [1, 1, 1])
-    assert pair.cache.sequence_length(0) == window
+    pair.slide(window, sinks, num_decodes=5)
 
 
 def test_windows_of_sequences_need_one_way_to_count():

@@ -88,15 +88,7 @@ def test_beside_layers_with_windows(window, sinks, mode):
     """Layers with a window of their own follow that one alone."""
     for layers in ((0, 6), (6,), (0, 60, 12)):
         pair = WindowPair(layers, mode)
-        pair.add(0, window + pair.row, sinks)
-        pair.add(1)
-        for seq_ids, lengths in CHUNKINGS["mixed"] + [([0, 1], [1, 1])] * 8:
-            pair.step(seq_ids, lengths)
-        pair.pop(0, 5)
-        pair.step([0], [9])
-        pair.fork(0, 2)
-        pair.step([1, 2, 0], [1, 1, 1])
-        assert pair.cache.sequence_length(0) == window
+        pair.slide(window, sinks, num_decodes=8)
 
 
 def test_a_long_text_holds_a_few_pages():

@@ -16,10 +16,9 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..reference.window import WindowedReferenceCache
 from ..support.fast_compilation import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
-from ..support.selections import latin_square, with_slow
+from ..support.selections import with_slow
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 6, 2, 32, 2
 SM_SCALE = HEAD_DIM**-0.5
@@ -204,80 +203,6 @@ def test_model_gives_what_the_reference_gives(mode, scaling):
     rope = reference.Rope(rotary_dim=HEAD_DIM, scaling=scaling)
     check_fused(vm, cache, rope, mode.name.lower(), num_tree_steps=2)
     cache.check_integrity()
-
-
-@latin_square(2, "mode", "kinds")
-@pytest.mark.parametrize("mode", [RopeMode.NORMAL, RopeMode.INLINE], ids=["normal", "inline"])
-@pytest.mark.parametrize("kinds", [["mha_sliding", "mha"], "mha_sliding"], ids=["mixed", "all"])
-def test_layers_with_a_window(kinds, mode):
-    vm = _compile(pkv.PagedKVCache, {"mode": mode}, kinds=kinds, layer_sliding_window_size=7)
-    cache = _create(vm)
-    windows = [7, 7] if isinstance(kinds, str) else [7, None]
-    rope = reference.Rope(rotary_dim=HEAD_DIM)
-    check_fused(vm, cache, rope, mode.name.lower(), windows, num_tree_steps=2)
-    cache.check_integrity()
-    assert cache.first_position(1, 0) > 0
-
-
-@pytest.mark.parametrize(
-    "modes", [(RopeMode.NORMAL, RopeMode.NONE), (RopeMode.NONE, RopeMode.INLINE)], ids=str
-)
-def test_layers_without_rope_beside_layers_with_it(modes):
-    kinds, windows = ["mha_sliding", "mha"], [7, None]
-    vm = _compile(pkv.PagedKVCache, {"mode": modes}, kinds=kinds, layer_sliding_window_size=7)
-    cache = _create(vm)
-    rope = reference.Rope(rotary_dim=HEAD_DIM)
-    names = [mode.name.lower() for mode in modes]
-    check_fused(vm, cache, rope, names, windows, num_tree_steps=2)
-    assert [layer["rope_mode"] for layer in cache.description["layers"]] == [*modes]
-
-
-@pytest.mark.parametrize("mode", ["normal", pytest.param("inline", marks=pytest.mark.slow)])
-def test_layers_with_rotations_of_their_own(mode):
-    """As in Gemma 3 and 4: another base, a scaling, a part of the head."""
-    share = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-    ropes = [
-        pkv.RopeConfig(mode, theta=1e4),
-        pkv.RopeConfig(mode, theta=100.0, scale=0.5, rotary_dim=16, scaling=share),
-    ]
-    kinds, windows = ["mha_sliding", "mha"], [7, None]
-    vm = _compile(
-        pkv.PagedKVCache, {"mode": RopeMode.NONE}, kinds=kinds, layer_sliding_window_size=7,
-        layer_ropes=ropes,
-    )  # fmt: skip
-    cache = _create(vm)
-    rotations = [
-        reference.Rope(rotary_dim=HEAD_DIM), reference.Rope(100.0, 0.5, 16, share),
-    ]  # fmt: skip
-    check_fused(vm, cache, rotations, mode, windows, num_tree_steps=2)
-    first, second = cache.description["layers"]
-    assert (first["rope_theta"], second["rope_theta"], second["rope_scale"]) == (1e4, 100.0, 0.5)
-    assert '"rope_type": "proportional"' in cache.description["layout"]
-
-
-@pytest.mark.parametrize("mode", [RopeMode.NONE, RopeMode.NORMAL], ids=["none", "normal"])
-@pytest.mark.parametrize("includes_self", [False, True])
-def test_windows_of_sequences_include_the_row_where_the_model_says_so(mode, includes_self):
-    vm = _compile(pkv.PagedKVCache, {"mode": mode}, sliding_window_includes_self=includes_self)
-    cache = _create(vm, support_sliding_window=1)
-    expected = WindowedReferenceCache(
-        NUM_LAYERS, np.float32, reference.Rope(rotary_dim=HEAD_DIM), mode.name.lower(),
-        includes_self=includes_self,
-    )  # fmt: skip
-    cache.add_sequence(0)
-    expected.add_sequence(0)
-    cache.enable_sliding_window(0, 19, 3)
-    expected.enable_window(0, 19, 3)
-    rng = np.random.default_rng(0)
-    for num_rows in (25, 1, 8, 1):
-        qkv = _qkv(rng, num_rows)
-        with cache.forward([0], [num_rows]):
-            outputs = vm["fused"](tvm.runtime.tensor(qkv[None]), cache)
-        for layer in range(NUM_LAYERS):
-            o, _ = expected.attention(layer, [0], [num_rows], qkv, NUM_KV_HEADS, SM_SCALE)
-            reference.assert_close(outputs[1 - layer].numpy()[0], o, "float32")
-        expected.end_step([0])
-    assert cache.sequence_length(0) == 19 - includes_self
 
 
 def _create_with(runtime_of: str, vm: relax.VirtualMachine):

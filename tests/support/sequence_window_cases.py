@@ -53,6 +53,18 @@ class WindowPair(CachePair):
         self.cache.enable_sliding_window(seq_id, window, sinks)
         self.expected.enable_window(seq_id, window, sinks)
 
+    def slide(self, window: int, sinks: int, num_decodes: int) -> None:
+        """Let sequence 0 outgrow its window, beside one without; then pop, extend and fork it."""
+        self.add(0, window + self.row, sinks)
+        self.add(1)
+        for seq_ids, lengths in CHUNKINGS["mixed"] + [([0, 1], [1, 1])] * num_decodes:
+            self.step(seq_ids, lengths)
+        self.pop(0, 5)
+        self.step([0], [9])
+        self.fork(0, 2)
+        self.step([1, 2, 0], [1, 1, 1])
+        assert self.cache.sequence_length(0) == window
+
     def pop(self, seq_id: int, n: int) -> None:
         super().pop(seq_id, n)
         self.check()

@@ -154,9 +154,10 @@ try:
 except KeyboardInterrupt:
     thread.join()
     print("interrupted", cache.sequence_ids())
+assert not cache.close_prefixes(0)  # the store still hangs
 store.release.set()
 cache.check_integrity()
-assert cache.close_prefixes(60)
+assert cache.close_prefixes(60) and store.closed.is_set()
 """
 
 

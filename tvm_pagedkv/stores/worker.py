@@ -52,22 +52,23 @@ class StoreWorker:
         self._tier = tier
         self._store = store
         self._breaker = CircuitBreaker(_MAX_FAILURES, _MIN_PAUSE, _MAX_PAUSE, clock)
-        self._thread = threading.Thread(target=self._run, name="tvm_pagedkv store", daemon=True)
+        # Not Thread.join: before Python 3.13, a thread counts as ended once Ctrl-C ends a join.
+        self._ended = threading.Event()
         _workers[_address_of(tier)] = self
-        self._thread.start()
+        threading.Thread(target=self._run, name="tvm_pagedkv store", daemon=True).start()
 
     def close(self, timeout: float) -> bool:
         """Write what is pending and end; return whether it has ended within `timeout` seconds."""
         end = time.monotonic() + timeout
         global_function("pagedkv.tier_close")(self._tier)
-        self._thread.join(max(end - time.monotonic(), 0.0))
-        return not self._thread.is_alive()
+        return self._ended.wait(max(end - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         try:
             _serve(self._tier, self._store, self._breaker)
         finally:
             _workers.pop(_address_of(self._tier), None)
+            self._ended.set()
 
 
 def close_worker(tier: PrefixTier, timeout: float) -> bool:

@@ -16,6 +16,9 @@ from tvm_pagedkv_cli import main
 from .documents import PAGES, ROOT, anchors_of, blocks_of, name_of, prose_of
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+_REFERENCE = re.compile(r"\]\[([^\]]+)\]")
+_DEFINITION = re.compile(r"^\[([^\]]+)\]: (\S+)$", re.MULTILINE)
+_CODE = re.compile(r"`[^`\n]*`")
 _PATH = re.compile(r"`((?:tests|scripts|tvm_pagedkv|tir_kernels|runtime_ext|docs)/[\w./\-]*)`")
 
 
@@ -34,6 +37,17 @@ def test_links_lead_somewhere(page):
         assert file.is_relative_to(ROOT), f"{name_of(page)} links to {target}, outside"
         if anchor:
             assert anchor in anchors_of(file), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_sources_are_defined_once_and_pinned(page):
+    """Links by reference, ``[text][name]``, lead to files at a commit or a release."""
+    text = _CODE.sub("", prose_of(page))
+    names = [name for name, _ in _DEFINITION.findall(text)]
+    assert len(names) == len(set(names)), f"{name_of(page)} defines a source twice"
+    assert set(_REFERENCE.findall(text)) == set(names), name_of(page)
+    for name, target in _DEFINITION.findall(text):
+        assert not re.search(r"/(?:blob|tree)/(?:main|master|HEAD)/", target), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -122,6 +122,7 @@ void PagedBackend::CallDecode(KernelName name, const AttentionCall& call, const 
                               config.rope_theta, call.sm_scale, window...);
   };
   if (config.window == 0) return launch();
+  if (config.is_chunked) return launch(config.signed_window());
   // The kernel takes the last position of the pages for the row's own. The past has no such one.
   launch(table.range == PageRange::kWithStep ? config.window : config.window - 1);
 }
@@ -137,7 +138,7 @@ void PagedBackend::CallPrefill(KernelName name, const AttentionCall& call, const
         arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse, is_causal,
         config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale, window...);
   };
-  config.window == 0 ? launch() : launch(config.window);
+  config.window == 0 ? launch() : launch(config.signed_window());
 }
 
 void PagedBackend::AttendWithTreeMask(const AttentionCall& call, const PageTable& table) const {
@@ -150,7 +151,7 @@ void PagedBackend::AttendWithTreeMask(const AttentionCall& call, const PageTable
         config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale,
         arrays.tree_order_indptr(), table.tree_order, window...);
   };
-  config.window == 0 ? launch() : launch(config.window);
+  config.window == 0 ? launch() : launch(config.signed_window());
 }
 
 }  // namespace pagedkv

@@ -21,7 +21,7 @@ KernelName RaggedAttention::Kernel() const {
   const KernelName sliding =
       has_tree ? KernelName::kTreeSliding : KernelName::kPrefillRaggedSliding;
   // A set may lack the sliding kernel; the plain one does while no row is outside the window.
-  const bool is_cut = plan.max_append() > window;
+  const bool is_cut = layer_.config.is_chunked || plan.max_append() > window;
   return is_cut || layer_.kernels->Has(sliding) ? sliding : plain;
 }
 
@@ -49,7 +49,7 @@ void RaggedAttention::Attend(const AttentionCall& call, const ffi::Tensor& k,
   };
   const bool is_sliding =
       name == KernelName::kTreeSliding || name == KernelName::kPrefillRaggedSliding;
-  is_sliding ? launch(config.window) : launch();
+  is_sliding ? launch(config.signed_window()) : launch();
 }
 
 }  // namespace pagedkv

@@ -171,6 +171,7 @@ std::string LayerConfig::kv_dtype() const {
 }
 
 const char* ToString(const LayerConfig& layer) {
+  if (layer.is_chunked) return "mha_chunked";
   return layer.window && layer.is_mha() ? "mha_sliding" : ToString(layer.kind);
 }
 
@@ -275,6 +276,10 @@ void CacheConfig::Validate() const {
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
     if (layer.codec) CheckCodec(*layer.codec, page_size * layer.rows_per_slot());
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
+    if (has_sequence_windows && layer.is_chunked) {
+      Raise(kValueError, "windows of sequences are not possible with layer ", layer.id,
+            ", which attends within chunks");
+    }
     if (has_sequence_windows) RequireSequenceWindowKernels(layer, kernel_sets[layer.kernel_set]);
   }
   if (rope_ext_factors.defined()) CheckExtensionFactors(*this);

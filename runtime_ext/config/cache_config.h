@@ -54,8 +54,9 @@ struct RecurrentShape {
 
 struct LayerConfig {
   LayerKind kind = LayerKind::kMHA;
-  int64_t id = 0;      // in the whole model
-  int64_t window = 0;  // positions that a row sees, its own included; 0 for all
+  int64_t id = 0;           // in the whole model
+  int64_t window = 0;       // positions that a row sees, its own included; 0 for all
+  bool is_chunked = false;  // a row sees from the start of its chunk of `window` positions
   int64_t num_qo_heads = 0;
   int64_t num_kv_heads = 0;
   int64_t qk_head_dim = 0;
@@ -94,10 +95,12 @@ struct LayerConfig {
   std::string kv_dtype() const;
   /*! \brief Layers of one shape, window and type of rows form a layer group. */
   bool SharesGroupWith(const LayerConfig& other) const {
-    return window == other.window && HasShapeOf(other) && page_dtype == other.page_dtype &&
-           codec == other.codec && recurrent == other.recurrent &&
+    return window == other.window && is_chunked == other.is_chunked && HasShapeOf(other) &&
+           page_dtype == other.page_dtype && codec == other.codec && recurrent == other.recurrent &&
            history_tokens == other.history_tokens;
   }
+  /*! \brief The window as kernels and PageGeometry take it: negative for chunks. */
+  int64_t signed_window() const { return is_chunked ? -window : window; }
   KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
   /*! \brief The kernel for pages that sequences share; a set may lack it. */
   KernelName prefill_shared() const {
@@ -115,7 +118,7 @@ struct LayerConfig {
   }
 };
 
-/*! \brief The same, but "mha_sliding" for a layer with a window. */
+/*! \brief The same, but "mha_sliding" or "mha_chunked" for a layer with a window. */
 const char* ToString(const LayerConfig& layer);
 
 /*! \brief Indices into CacheConfig::layers of what the layer of a model keeps; -1 for none. */

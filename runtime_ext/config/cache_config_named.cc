@@ -160,17 +160,21 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_mode", "rope_theta",
                  "rope_scale", "rope_details", "kernel_set", "kv_dtype", "codec"});
   auto kind = fields.Get<std::string>("kind");
-  if (kind != "mha" && kind != "mha_sliding" && kind != "mla" && kind != "linear") {
-    Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla, linear, recurrent, ",
-          "conv; got '", kind, "'");
+  const bool has_window = kind == "mha_sliding" || kind == "mha_chunked";
+  if (!has_window && kind != "mha" && kind != "mla" && kind != "linear") {
+    Raise(kValueError, owner,
+          "['kind'] must be one of mha, mha_sliding, mha_chunked, mla, linear, ",
+          "recurrent, conv; got '", kind, "'");
   }
   LayerConfig layer;
   layer.window = fields.Find<int64_t>("window").value_or(0);
-  if (kind == "mha_sliding") {
+  layer.is_chunked = kind == "mha_chunked";
+  if (has_window) {
     CheckRange("window", layer.window, 1, kInt32Max);
   } else if (layer.window != 0) {
     Raise(kValueError, owner,
-          "['window'] is required for kind 'mha_sliding', and invalid otherwise");
+          "['window'] is required for kinds 'mha_sliding' and 'mha_chunked', and invalid "
+          "otherwise");
   }
   if (kind == "linear") {
     layer.kind = LayerKind::kLinear;

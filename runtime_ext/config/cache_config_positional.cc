@@ -286,6 +286,8 @@ void SetRopes(const ffi::AnyView& value, CacheConfig* config) {
   }
 }
 
+constexpr int64_t kChunkedKind = 4;  // behind those of the stock cache
+
 int64_t PositionalWindow(const ffi::Shape& sizes) {
   if (sizes.size() < 6) {
     Raise(kValueError, "argument 0 (cache sizes) needs a 6th number, the window of the layers ",
@@ -346,11 +348,11 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   // Front ends pass a number when there are no factors.
   if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
 
-  result.ignores_sequence_windows = Holds(kinds, {3});
+  result.ignores_sequence_windows = Holds(kinds, {3, kChunkedKind});
   result.has_sequence_windows = has_windows && !result.ignores_sequence_windows;
   result.CheckSizes();
   GiveSparePages(&result);
-  const bool has_mha = Holds(kinds, {0, 3}), has_mla = Holds(kinds, {1});
+  const bool has_mha = Holds(kinds, {0, 3, kChunkedKind}), has_mla = Holds(kinds, {1});
   const bool is_mixed = has_mha && has_mla;
   auto with_kernels = [&](LayerKind kind) {
     LayerConfig layer = PositionalLayer(args, kind, is_mixed);
@@ -366,12 +368,13 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   linear.page_dtype = result.dtype;
   for (size_t i = 0; i < kinds.size(); ++i) {
     const int64_t kind = kinds[i];
-    if (kind < 0 || kind > 3) {
+    if (kind < 0 || kind > kChunkedKind) {
       Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
     }
     result.layers.push_back(kind == 1 ? mla : kind == 2 ? linear : mha);
     result.layers.back().rope_mode = rope_modes[i];
-    if (kind == 3) result.layers.back().window = PositionalWindow(sizes);
+    result.layers.back().is_chunked = kind == kChunkedKind;
+    if (kind >= 3) result.layers.back().window = PositionalWindow(sizes);
   }
   result.kv_dtype = (has_mha ? mha : has_mla ? mla : linear).kv_dtype();
   SetRopes(args[24], &result);

@@ -76,6 +76,11 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
     require(layer.prefill());
     require(layer.decode());
     if (HasStockWindow(layer, kernels)) {
+      if (layer.is_chunked) {
+        Raise(kValueError, "layer ", layer.id,
+              " attends within chunks, which kernels of the stock ",
+              "cache (tag tirx) cannot: give it kernels of tvm_pagedkv");
+      }
       for (KernelName name : {KernelName::kTransposeAppend, KernelName::kSplitRotary,
                               KernelName::kPrefillRagged, KernelName::kMerge}) {
         require(name);

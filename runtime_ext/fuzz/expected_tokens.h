@@ -29,7 +29,7 @@ struct Sizes {
     const int64_t num_groups = bytes->Between(0, 3);  // a stage may have no layers
     for (int64_t g = 0; g < num_groups; ++g) {
       num_pages.push_back(static_cast<int32_t>(bytes->Between(1, 40)));
-      windows.push_back(bytes->Next() % 2 ? bytes->Between(1, 20) : 0);
+      windows.push_back(bytes->Next() % 2 ? bytes->Between(-20, 20) : 0);
     }
     if (num_groups == 0 || bytes->Next() % 2) return;
     windows.back() = 0;  // of ingredients

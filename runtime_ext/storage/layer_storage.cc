@@ -185,7 +185,7 @@ std::vector<int32_t> LayerStorage::NumPages() const {
 
 std::vector<int64_t> LayerStorage::Windows() const {
   std::vector<int64_t> windows;
-  for (const LayerGroup& group : groups_) windows.push_back(group.shape.window);
+  for (const LayerGroup& group : groups_) windows.push_back(group.shape.signed_window());
   return windows;
 }
 

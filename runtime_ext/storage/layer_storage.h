@@ -74,7 +74,7 @@ class LayerStorage {
   }
 
   std::vector<int32_t> NumPages() const;  // [group]
-  std::vector<int64_t> Windows() const;   // [group], 0 for none
+  std::vector<int64_t> Windows() const;   // [group], as PageGeometry takes them
   std::vector<StateGroup> StateGroups() const;
   std::vector<int32_t> NumStates() const;  // [state group]
   /*! \brief Rows that a short convolution sees before a row; 0 in groups of other layers. */

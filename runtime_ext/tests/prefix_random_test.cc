@@ -34,7 +34,8 @@ class World {
   World(uint64_t seed, int32_t num_windowed, int32_t num_whole, TierSetup setup = {})
       : setup_(setup),
         engine_(seed),
-        table_(kMaxSequences, kPageSize, {num_windowed, num_whole, num_windowed}, {3, 0, 9}),
+        table_(kMaxSequences, kPageSize, {num_windowed, num_whole, num_windowed},
+               seed % 2 == 0 ? std::vector<int64_t>{3, 0, 9} : std::vector<int64_t>{-6, 0, 9}),
         plan_(&table_, 1 << 20),
         slots_(3, Contents(std::max(num_windowed, num_whole) * kPageSize, 0)),
         tier_(setup, kPageSize, &slots_, &engine_) {

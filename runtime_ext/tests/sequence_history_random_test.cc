@@ -30,7 +30,8 @@ class World {
   // Groups with windows have pools of their own size: also such that copies find no room.
   World(uint64_t seed, int32_t num_windowed, int32_t num_whole)
       : engine_(seed),
-        table_(kMaxSequences, kPageSize, {num_windowed, num_whole, num_windowed}, {3, 0, 9}),
+        table_(kMaxSequences, kPageSize, {num_windowed, num_whole, num_windowed},
+               seed % 2 == 0 ? std::vector<int64_t>{3, 0, 9} : std::vector<int64_t>{-6, 0, 9}),
         plan_(&table_, 1 << 20),
         slots_(3, std::vector<int32_t>(std::max(num_windowed, num_whole) * kPageSize, 0)) {}
 

@@ -44,6 +44,7 @@ WORLDS = {
     "rotated": {"layers": (0, 0), "mode": "normal", "softcap": 2.0},
     "windows": {"layers": (0, 5, 0, 9, 5), "mode": ("inline", "none", "normal", "inline", "none")},
     "sliding": {"layers": (6, 6), "mode": "normal", "slopes": SLOPES},
+    "chunks": {"layers": (-6, 0, -20, 5), "mode": ("normal", "none", "inline", "none")},
     "mla": {"layers": (MLA, MLA)},
     "all": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "softcap": 2.0, "slopes": SLOPES},
     "sequence_windows": {

@@ -79,8 +79,14 @@ CREATION = {
     ),
     "window": (
         ValueError,
-        "required for kind 'mha_sliding', and invalid otherwise",
+        "required for kinds 'mha_sliding' and 'mha_chunked', and invalid otherwise",
         {"layers": [{**LAYER, "window": 4}]},
+    ),
+    "chunks without a size": (ValueError, "window", {"layers": [{**LAYER, "kind": "mha_chunked"}]}),
+    "chunks and windows of sequences": (
+        ValueError,
+        "windows of sequences are not possible with layer 0, which attends within chunks",
+        {"layers": [{**LAYER, "kind": "mha_chunked", "window": 4}], "sliding_window": True},
     ),
     "heads": (ValueError, "multiple", {"layers": [{**LAYER, "num_kv_heads": 3}]}),
     "heads_zero": (ValueError, "num_kv_heads", {"layers": [{**LAYER, "num_kv_heads": 0}]}),
@@ -123,6 +129,8 @@ def test_kernels_of_layers_with_a_window():
     # The stock cache's see the past alone: what the rows see of each other is merged with that.
     stock = {"decode_sliding": ["tirx", KERNELS["decode_sliding"]]}
     make_cache(stock, layers=[sliding])
+    with pytest.raises(ValueError, match="attends within chunks, which kernels of the stock cache"):
+        make_cache(stock, layers=[layer_of(-4)])
     for name in ("split_rotary", "prefill_ragged", "merge"):
         with pytest.raises(ValueError, match=f"missing: {name}"):
             make_cache({**stock, name: None}, layers=[sliding])

@@ -155,7 +155,7 @@ def test_errors():
         ({"qk_head_dim": None}, "kind 'index' needs num_qo_heads and qk_head_dim of its own"),
         ({"kv_dtype": "int8"}, "index keys are not quantized"),
         ({"num_kv_heads": 2}, "num_kv_heads of kind 'index' must be 1"),
-        ({"window": 3}, "layer.window is required for kind 'mha_sliding'"),
+        ({"window": 3}, "layer.window is required for kinds 'mha_sliding' and"),
     ],
 )
 def test_lanes_that_cannot_be(fields, message):

@@ -119,7 +119,7 @@ def test_a_prompt_that_was_computed_before(mode, page_size):
     assert stats["num_findable_tokens"] == 0 and stats["num_free_pages"] == stats["num_pages"]
 
 
-@pytest.mark.parametrize("windows", [(0, 6), (6, 13)], ids=str)
+@pytest.mark.parametrize("windows", [(0, 6), (6, 13), (0, -14)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_windows_need_what_lies_before_the_hit_only(mode, windows):
     texts = Texts(windows, mode, page_size=4, max_total_tokens=512, max_num_sequences=8)
@@ -287,7 +287,7 @@ def test_errors_change_nothing():
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("windows", [(0, 0), (0, 6), (6, 13)], ids=str)
+@pytest.mark.parametrize("windows", [(0, 0), (0, 6), (6, 13), (-6, -13)], ids=str)
 @parametrize_seed
 def test_random_texts(windows, seed):
     """Sequences come and go in a cache that is always full; every output is that of a cold run."""

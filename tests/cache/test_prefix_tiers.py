@@ -102,7 +102,7 @@ def test_damaged_host_memory_is_a_miss():
     texts.cache.check_integrity()
 
 
-@pytest.mark.parametrize("windows", [(0, 6), (6, 13)], ids=str)
+@pytest.mark.parametrize("windows", [(0, 6), (6, 13), (0, -14)], ids=str)
 def test_windows_need_their_pages_only(windows):
     texts = TieredTexts(windows, tiers={"write_policy": "through"}, max_total_tokens=96)
     prompt = list(range(40))

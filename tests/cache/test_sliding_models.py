@@ -38,7 +38,8 @@ class Model:
     def reference_of(self, layer: ResolvedLayer) -> reference.ReferenceCache:
         rope = reference.Rope(layer.rope.theta, layer.rope.scale, DIM, layer.rope.scaling_dict)
         dtype = np.dtype(layer.kv_dtype)
-        return reference.ReferenceCache(1, dtype, rope, layer.rope.mode, [layer.window])
+        window = -layer.window if layer.kind == "mha_chunked" else layer.window
+        return reference.ReferenceCache(1, dtype, rope, layer.rope.mode, [window])
 
     def change(self, name: str, *args) -> None:
         for each in (self.cache, *self.expected):
@@ -102,6 +103,12 @@ LAYERS = {
         pkv.LayerSpec(rope=pkv.RopeConfig("inline", theta=100.0, scaling=SHARE)),
     ],
     "all": [pkv.LayerSpec("mha_sliding", window) for window in (1, 64)],
+    "chunks": [
+        pkv.LayerSpec("mha_chunked", 64),
+        pkv.LayerSpec("mha_chunked", 21, rope=pkv.RopeConfig("inline")),
+        pkv.LayerSpec(rope=NONE),
+        pkv.LayerSpec("mha_sliding", 64),
+    ],
 }
 
 
@@ -117,6 +124,21 @@ def test_model(name, page_size, seed):
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_half_precision(dtype, seed):
     Model([pkv.LayerSpec("mha_sliding", 30), pkv.LayerSpec()], seed, dtype=dtype).run()
+
+
+@pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+def test_a_chunk_is_held_until_the_next_one_has_what_can_be_popped(seed):
+    model = Model([pkv.LayerSpec("mha_chunked", 64)], seed, page_size=16, max_total_tokens=512)
+    model.change("add_sequence", 0)
+    firsts = []
+    for _ in range(30):
+        model.step([0], [8])
+        firsts.append(model.cache.first_position(0))
+    assert firsts == [max(8 * (i + 1) - 16, 0) // 64 * 64 for i in range(30)]
+    model.change("pop_n", 0, 200)  # back to 40, in the first chunk
+    model.step([0], [30])
+    with pytest.raises(ValueError, match="sliding_window is not possible with layers that attend"):
+        replace(model.config, sliding_window=True)
 
 
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")

@@ -71,7 +71,7 @@ def test_refused_convolutions(changes, error, message):
         (
             {"kind": "recurrent", "recurrent": STATE, "window": 8},
             ValueError,
-            "layer.window is required for kind 'mha_sliding' and invalid otherwise",
+            "layer.window is required for kinds 'mha_sliding' and 'mha_chunked' and invalid otherw",
         ),
     ],
 )

@@ -143,6 +143,17 @@ def test_a_skewed_batch_is_shared_out_as_evenly_as_an_even_one():
     assert seen[0] == seen[1]
 
 
+@parametrize_seed
+@on_gpu_too
+def test_chunks(seed):
+    """Rows are in the pages, or follow them; a chunk begins at the same position."""
+    for is_past in (False, True):
+        case = PagedBatch(SPECS["8:2x128-f16-p16"], LENGTHS, seed)
+        case.q_positions += int(is_past)
+        case.decode(window=-40)
+        case.verify(not is_past, window=-40)
+
+
 @pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
 @parametrize_seed
 @on_gpu_too

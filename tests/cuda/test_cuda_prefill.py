@@ -109,7 +109,7 @@ def test_many_sequences():
 
 
 @parametrize_kinds
-@pytest.mark.parametrize("window", [1, 17, 64, 1000])
+@pytest.mark.parametrize("window", [1, 17, 64, 1000, -30])
 @parametrize_seed
 @on_gpu_too
 def test_sliding_windows(kind, window, seed):

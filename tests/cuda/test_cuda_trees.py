@@ -46,7 +46,7 @@ def ragged_trees(seed: int) -> list:
 
 @parametrize_specs
 @pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
-@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("window", [None, 7, 40, -30])
 @parametrize_seed
 @on_gpu_too
 def test_trees(spec, inline, window, seed):

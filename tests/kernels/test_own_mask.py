@@ -44,7 +44,7 @@ def page():
     return names
 
 
-def every_second(num_rows: int, kv_len: int, window=None) -> np.ndarray:
+def every_second(num_rows: int, kv_len: int, *_) -> np.ndarray:
     row, column = kv_len - num_rows + np.arange(num_rows)[:, None], np.arange(kv_len)[None, :]
     return (column <= row) & ((row - column) % 2 == 0)
 

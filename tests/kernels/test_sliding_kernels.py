@@ -24,8 +24,8 @@ from ..support.kernel_specs import (
 )
 from ..support.selections import few_of, latin_square
 
-# Less than a page and more, no multiple of anything, and more than there is.
-WINDOWS = [1, 16, 37, 2**31 - 1]
+# Less than a page and more, no multiple of anything, and more than there is; negative: chunks.
+WINDOWS = [1, 16, 37, 2**31 - 1, -5, -32, -1000]
 parametrize_specs = pytest.mark.parametrize("spec", few_of(SOME_SPECS.values(), 2), ids=SOME_SPECS)
 
 
@@ -71,9 +71,20 @@ def test_ragged_prefill(spec, window, seed):
 @parametrize_seed
 def test_prefill_over_the_past(spec, seed):
     """causal = 0: the rows follow the pages' positions."""
-    case = PagedBatch(spec, BATCHES["tiles"], seed)
-    case.prefill(False, window=100)
-    case.verify(False, window=100)
+    for window in (100, -100):
+        case = PagedBatch(spec, BATCHES["tiles"], seed)
+        case.q_positions += np.repeat(case.num_rows, case.num_rows).astype(np.int32)
+        case.prefill(False, window=window)
+        case.verify(False, window=window)
+
+
+@parametrize_seed
+def test_decode_over_the_past(seed):
+    """A row that follows the pages begins to see where its own chunk does."""
+    case = PagedBatch(SPECS["32:8x128-f32-p16"], DECODE_BATCHES["cuts"], seed)
+    case.q_positions += 1
+    case.decode(window=-33)
+    case.verify(False, window=-33)
 
 
 def hide_with_nan(case: PagedBatch, window: int, slack: int) -> None:

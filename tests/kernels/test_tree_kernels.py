@@ -63,7 +63,7 @@ def test_tree_paged(spec, seed):
     case.verify()
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 40, 500])
+@pytest.mark.parametrize("window", [1, 2, 7, 40, 500, -9, -64])
 @pytest.mark.parametrize("spec", few_of(PAGED_SPECS.values(), 3), ids=PAGED_SPECS)
 @parametrize_seed
 def test_tree_paged_sliding(spec, seed, window):
@@ -78,7 +78,7 @@ def test_tree_paged_sliding(spec, seed, window):
     case.verify(window=window)
 
 
-@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("window", [None, 3, 50, -20])
 @parametrize_seed
 def test_the_nodes_of_a_step_can_be_hidden(seed, window):
     """Then the rows see what was before them: of trees their ancestors, else everything."""

@@ -16,6 +16,8 @@ from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weights import weights
 from tvm_pagedkv.models.work import Work
 
+from .. import reference
+
 CONFIG = config_from_directory(TINY)
 
 
@@ -29,13 +31,19 @@ def _num_weights(config: DecoderConfig) -> int:
     )
 
 
+def _layer(window: int | None) -> LayerSpec:
+    if window is None:
+        return LayerSpec()
+    return LayerSpec("mha_sliding" if window > 0 else "mha_chunked", abs(window))
+
+
 def _with_windows(*windows: int | None) -> DecoderConfig:
-    """The included model with a window for each of its layers."""
-    layers = [LayerSpec("mha_sliding", window) if window else LayerSpec() for window in windows]
+    """The included model with a window for each of its layers; negative: chunks."""
+    layers = [_layer(window) for window in windows]
     return replace(CONFIG, layers=tuple(layers))
 
 
-@pytest.mark.parametrize("windows", [(None,) * 4, (1,) * 4, (5, None, 5, 2)], ids=str)
+@pytest.mark.parametrize("windows", [(None,) * 4, (1,) * 4, (5, None, 5, -3)], ids=str)
 def test_flops_are_those_of_weights_and_masks(windows):
     config = _with_windows(*windows)
     chunks = [(0, 7), (12, 1), (3, 4)]
@@ -43,7 +51,7 @@ def test_flops_are_those_of_weights_and_masks(windows):
     for past, rows in chunks:
         q, k = np.ogrid[past : past + rows, : past + rows]
         for window in windows:
-            pairs += int(np.sum((k <= q) & (window is None or k > q - window)))
+            pairs += int(np.sum((k <= q) & (k >= reference.first_seen(q, window))))
     head = config.vocab_size * config.hidden_size
     attention = 4 * config.num_heads * config.head_dim * pairs
     rows = 12

@@ -19,6 +19,7 @@ from .dense_attention import (
     apply_sinks,
     attention,
     causal_mask,
+    first_seen,
     merge,
     past_mask,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "attention",
     "causal_mask",
     "coarsest",
+    "first_seen",
     "gather_slots",
     "inverse_frequencies",
     "merge",

@@ -23,6 +23,7 @@ def paged_attention(
     causal=True,
     inline=None,
     window=None,
+    k_offsets=None,
     softcap=None,
     alibi=None,
     v_width=None,
@@ -38,7 +39,9 @@ def paged_attention(
     inline : tuple (Rope, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
         Rotate Q and K here.
     window : int, optional
-        Positions that a row sees, its own included.
+        As for `first_seen`.
+    k_offsets : ``[B]``, optional
+        Position of the first column, which chunks depend on; 0 by default.
     softcap : float, optional
     alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``, k_rope_pos_offset ``[B]``), optional
     v_width : int, optional
@@ -54,13 +57,14 @@ def paged_attention(
     kv_indptr = np.cumsum([0, *(len(rows) for rows, _ in parts)])
     return ragged_attention(
         q, q_indptr, k, v, kv_indptr, sm_scale,
-        causal=causal, inline=inline, window=window, softcap=softcap, alibi=alibi,
+        causal=causal, inline=inline, window=window, k_offsets=k_offsets, softcap=softcap,
+        alibi=alibi,
     )  # fmt: skip
 
 
 def ragged_attention(
     q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None,
-    window=None,
+    window=None, k_offsets=None,
 ):  # fmt: skip
     """Do what `paged_attention` does, with K and V ``[S, Hk, D]`` by ``kv_indptr [B + 1]``."""
     outputs, lses = [], []
@@ -69,14 +73,15 @@ def ragged_attention(
         q_rows, k_rows = q[rows], k[columns]
         num_rows, kv_len = len(q_rows), len(k_rows)
         if inline is not None:
-            rope, q_positions, k_offsets = inline
+            rope, q_positions, first_positions = inline
             q_rows = rotate(q_rows, q_positions[rows], rope)
-            k_rows = rotate(k_rows, k_offsets[b] + np.arange(kv_len), rope)
-        mask = (causal_mask if causal else past_mask)(num_rows, kv_len, window)
+            k_rows = rotate(k_rows, first_positions[b] + np.arange(kv_len), rope)
+        offset = 0 if k_offsets is None else k_offsets[b]
+        mask = (causal_mask if causal else past_mask)(num_rows, kv_len, window, offset)
         bias = None
         if alibi is not None:
-            slopes, q_positions, k_offsets = alibi
-            bias = alibi_bias(slopes, q_positions[rows], k_offsets[b] + np.arange(kv_len))
+            slopes, q_positions, first_positions = alibi
+            bias = alibi_bias(slopes, q_positions[rows], first_positions[b] + np.arange(kv_len))
         o, lse = attention(q_rows, k_rows, v[columns], mask, sm_scale, softcap, bias=bias)
         outputs.append(o)
         lses.append(lse)

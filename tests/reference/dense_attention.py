@@ -10,18 +10,32 @@ import numpy as np
 _SCORES_AT_ONCE = 1 << 14  # heads are taken together while their scores fit a cache
 
 
-def causal_mask(num_rows: int, kv_len: int, window: int | None = None) -> np.ndarray:
+def first_seen(position: np.ndarray, window: int | None) -> np.ndarray:
+    """The first position that the row at a position sees.
+
+    With a window it sees the last `window` positions up to and including its own, or, with a
+    negative one, those of its chunk of ``-window`` positions.
+    """
+    if window is None:
+        return np.zeros_like(position)
+    return position - position % -window if window < 0 else position + 1 - window
+
+
+def causal_mask(
+    num_rows: int, kv_len: int, window: int | None = None, offset: int = 0
+) -> np.ndarray:
     """``[num_rows, kv_len]``: the rows are the last positions; each sees itself and the past.
 
-    With a window each sees the last `window` positions up to and including its own.
+    With a window each sees positions from `first_seen` on; the first column is at `offset`.
     """
-    row, column = kv_len - num_rows + np.arange(num_rows)[:, None], np.arange(kv_len)[None, :]
-    return (column <= row) & (True if window is None else column > row - window)
+    column = offset + np.arange(kv_len)[None, :]
+    row = offset + kv_len - num_rows + np.arange(num_rows)[:, None]
+    return (column <= row) & (column >= first_seen(row, window))
 
 
-def past_mask(num_rows: int, kv_len: int, window: int | None = None) -> np.ndarray:
+def past_mask(num_rows: int, kv_len: int, window: int | None = None, offset: int = 0) -> np.ndarray:
     """``[num_rows, kv_len]``: the rows follow the positions; what `causal_mask` leaves of them."""
-    return causal_mask(num_rows, kv_len + num_rows, window)[:, :kv_len]
+    return causal_mask(num_rows, kv_len + num_rows, window, offset)[:, :kv_len]
 
 
 def attention(

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from .dense_attention import causal_mask
+from .dense_attention import causal_mask, first_seen
 
 
-def tree_mask(parents, num_rows: int, kv_len: int, window: int | None = None) -> np.ndarray:
+def tree_mask(
+    parents, num_rows: int, kv_len: int, window: int | None = None, offset: int = 0
+) -> np.ndarray:
     """``[num_rows, kv_len]``: the rows are the last nodes of a tree, the nodes the last positions.
 
     Every node sees what comes before the tree, its ancestors and itself; without nodes the mask is
     causal. `parents` gives every node's parent, -1 for a root. Nodes before the first position are
-    left out. With a window a row sees what is less than `window` before it by `tree_positions`.
+    left out. With a window a row sees what `first_seen` says of its place in `tree_positions`; the
+    first column, or the first node if they are more, is at `offset`.
     """
     if len(parents) == 0:
-        return causal_mask(num_rows, kv_len, window)
+        return causal_mask(num_rows, kv_len, window, offset)
     n = len(parents)
     sees = np.eye(n, dtype=bool)
     for node, parent in enumerate(parents):
@@ -28,9 +31,9 @@ def tree_mask(parents, num_rows: int, kv_len: int, window: int | None = None) ->
     before = np.ones((num_rows, max(0, kv_len - n)), bool)
     mask = np.concatenate([before, sees[n - num_rows :, max(0, n - kv_len) :]], axis=1)
     if window is not None:
-        positions = tree_positions(parents, max(n, kv_len))  # relative ones will do
+        positions = offset + tree_positions(parents, max(n, kv_len))
         end = len(positions)
-        mask &= positions[end - kv_len :] > positions[end - num_rows :, None] - window
+        mask &= positions[end - kv_len :] >= first_seen(positions[end - num_rows :, None], window)
     return mask
 
 

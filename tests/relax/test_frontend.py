@@ -314,6 +314,8 @@ MLA_DIMS = {"mla_original_qk_head_dim": 16, "mla_original_v_head_dim": 16}
             },
             ValueError,
         ),
+        ({"attn_kind": "mha_chunked", "runtime": "stock"}, ValueError),
+        ({"attn_kind": "mha_chunked", "layer_sliding_window_size": 0}, ValueError),
         ({"sliding_window_includes_self": True}, ValueError),  # without windows
         ({"sliding_window_includes_self": 1, "support_sliding_window": 1}, TypeError),
         (

@@ -38,6 +38,17 @@ def test_layers_with_a_window(kinds, mode):
     assert cache.first_position(1, 0) > 0
 
 
+def test_layers_that_attend_within_chunks():
+    """As in Llama 4: RoPE in these layers, none in the others."""
+    modes, kinds = (RopeMode.NORMAL, RopeMode.NONE), ["mha_chunked", "mha"]
+    vm = _compile(pkv.PagedKVCache, {"mode": modes}, kinds=kinds, layer_sliding_window_size=7)
+    cache = _create(vm)
+    rope = reference.Rope(rotary_dim=HEAD_DIM)
+    check_fused(vm, cache, rope, ["normal", "none"], [-7, None], num_tree_steps=2)
+    assert [layer["kind"] for layer in cache.description["layers"]] == kinds
+    assert cache.first_position(1, 0) > 0
+
+
 @pytest.mark.parametrize(
     "modes", [(RopeMode.NORMAL, RopeMode.NONE), (RopeMode.NONE, RopeMode.INLINE)], ids=str
 )

@@ -264,6 +264,7 @@ class PagedBatch(Batch):
             causal=causal,
             inline=self.reference_rope(inline),
             window=window,
+            k_offsets=self.k_offsets,
             softcap=self.spec.logit_softcap,
             alibi=self.reference_alibi(),
             v_width=self.spec.v_head_dim,
@@ -309,4 +310,5 @@ class RaggedBatch(Batch):
             softcap=self.spec.logit_softcap,
             alibi=self.reference_alibi(),
             window=window,
+            k_offsets=self.k_offsets,
         )

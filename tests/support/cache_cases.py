@@ -17,8 +17,9 @@ MODES = {"none": 0, "normal": 1, "inline": 2}
 
 
 def layer_of(window: int, **fields) -> dict:
-    """A layer with a window; 0: without one."""
-    kind = {"kind": "mha_sliding", "window": window} if window else {}
+    """A layer with a window; 0: without one; -n: with chunks of n positions."""
+    name = "mha_sliding" if window > 0 else "mha_chunked"
+    kind = {"kind": name, "window": abs(window)} if window else {}
     return {**LAYER, **kind, **fields}
 
 

@@ -11,6 +11,8 @@ class KeptPositions:
     those that it holds. What the window has left behind is there for forks and pops until its
     pages are reclaimed: `left` has these pages, each with how often the group had reclaimed any
     when it was left. Where that number is still the same, the page must be there.
+
+    A negative window: rows see from the start of their chunk of so many positions.
     """
 
     def __init__(self, window: int, page_size: int):
@@ -24,6 +26,8 @@ class KeptPositions:
 
     def visible(self, length: int) -> int:
         """First position that the next row sees."""
+        if self.window < 0:
+            return length - length % -self.window
         return max(0, length - self.window + 1) if self.window else 0
 
     def slide(self, seq_id: int, length: int, num_reclaimed: int) -> None:
@@ -42,7 +46,7 @@ class KeptPositions:
 
     def first_after(self, seq_id: int, length: int) -> int:
         """First position that is kept then."""
-        keep = max(0, self.visible(length) - POPPABLE) // self.page_size * self.page_size
+        keep = self.visible(max(0, length - POPPABLE)) // self.page_size * self.page_size
         return max(self.first[seq_id], keep)
 
     def first_at(self, seq_id: int, length: int) -> int:

@@ -93,8 +93,8 @@ def prefill(
         return
     view(o)[...], view(lse)[...] = reference.paged_attention(
         view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
-        view(length_info), sm_scale, causal=bool(causal), window=window, softcap=softcap,
-        alibi=alibi,
+        view(length_info), sm_scale, causal=bool(causal), window=window, k_offsets=view(k_offsets),
+        softcap=softcap, alibi=alibi,
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
     )  # fmt: skip
 
@@ -104,9 +104,15 @@ def decode(
     rotary_mode, rope_scale, rope_theta, sm_scale, window=None, **extras,
 ):  # fmt: skip
     indptr = tvm.runtime.tensor(np.arange(len(view(q)) + 1, dtype="int32"))
+    # With a window the caller leaves out the row itself where it is not in the pages; a chunk
+    # begins where that of the row does.
+    num_pages, page_size = np.diff(view(page_indptr)), view(pages).shape[3]
+    kv_lens = np.where(num_pages > 0, (num_pages - 1) * page_size + view(length_info), 0)
+    own = view(q_positions) - view(k_offsets)
+    is_past = window is not None and window < 0 and bool((own >= kv_lens).all())
     prefill(
         q, indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-        1, rotary_mode, rope_scale, rope_theta, sm_scale, window, **extras,
+        int(not is_past), rotary_mode, rope_scale, rope_theta, sm_scale, window, **extras,
     )  # fmt: skip
 
 
@@ -156,7 +162,7 @@ def prefill_ragged(
     dim = view(q).shape[2]
     view(o)[...], view(lse)[...] = reference.ragged_attention(
         view(q), view(q_indptr), view(k), view(v), view(kv_indptr), sm_scale,
-        causal=bool(causal), window=window, softcap=softcap,
+        causal=bool(causal), window=window, k_offsets=view(k_offsets), softcap=softcap,
         alibi=_alibi(slopes, q_positions, k_offsets),
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
     )  # fmt: skip

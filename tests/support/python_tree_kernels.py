@@ -71,7 +71,7 @@ def tree_paged(
     def adjust(b, rows, tree, q_rows, k):
         positions = k_offsets[b] + tree.positions
         if window is not None:
-            tree.mask &= positions > q_positions[rows, None] - window
+            tree.mask &= positions >= reference.first_seen(q_positions[rows, None], window)
         if rotary_mode:
             rope = _rope(rope_theta, width, rope_scale)
             q_rows = reference.rotate(q_rows, q_positions[rows], rope)
@@ -101,7 +101,7 @@ def tree(
         positions = q_positions[rows]
         k_positions = tree.positions + positions[-1] - tree.positions[-1]
         if window is not None:
-            tree.mask &= k_positions > positions[:, None] - window
+            tree.mask &= k_positions >= reference.first_seen(positions[:, None], window)
         if rotary_mode:
             rope = _rope(rope_theta, width, rope_scale)
             q_rows = reference.rotate(q_rows, positions, rope)

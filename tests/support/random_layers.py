@@ -113,7 +113,7 @@ def draw_layer(
         can_be_whole = has_trees or max(lengths) == 1
         return LatentAttention(world, layer, batch, lengths, can_be_whole and world.chance(0.5))
     # Within a chunk that is longer than a window not all rows see each other.
-    can_split = not 0 < world.layers[layer] < max(lengths)
+    can_split = world.layers[layer] == 0 or world.layers[layer] >= max(lengths)
     # It sees the step's own rows before they are quantized, which the reference does not tell.
     can_split = can_split and not world.quantized
     for seq_id, num_rows in zip(batch, lengths, strict=True):

@@ -11,7 +11,7 @@ from tir_kernels.codec import codec_of
 from .python_kernels import LAYER, MLA_LAYER
 
 NUM_QO_HEADS = 2
-MLA = "mla"  # a layer is this, or its window (0: none)
+MLA = "mla"  # a layer is this, or its window (0: none; -n: chunks of n positions)
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ class Shapes:
         return Shapes(size, 2 * size, size) if size else Shapes()
 
     def layer(self, kind: int | str) -> dict[str, Any]:
-        """Fields of an MLA layer, or of a layer with a window (0: none)."""
+        """Fields of an MLA layer, or of a layer with a window."""
         if kind == MLA:
             dims = {"qk_head_dim": self.latent_dim, "v_head_dim": self.v_dim}
             return {**MLA_LAYER, **dims, "kernel_set": 1}
         heads = {"num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": self.dim}
-        window = {"kind": "mha_sliding", "window": kind} if kind else {}
+        name = "mha_sliding" if kind > 0 else "mha_chunked"
+        window = {"kind": name, "window": abs(kind)} if kind else {}
         return {**LAYER, **heads, **window}

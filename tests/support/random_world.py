@@ -43,7 +43,7 @@ class World(Text):
     ----------
     rng : numpy.random.Generator
     layers : sequence
-        Of each layer its window (0: none), or `MLA`.
+        Of each layer its window (0: none; -n: chunks of n positions), or `MLA`.
     page_size : int
     mode : {"none", "normal", "inline"}, or one for each layer
         Rotation of the layers that are not MLA.

@@ -54,7 +54,7 @@ class _Trees:
     def mask(self, b: int, window: int | None = None) -> np.ndarray:
         """Return the mask of the rows of a sequence."""
         num_rows, kv_len = self.num_rows[b], self.kv_lens[b]
-        mask = reference.tree_mask(self.parents[b], num_rows, kv_len, window)
+        mask = reference.tree_mask(self.parents[b], num_rows, kv_len, window, self.k_offsets[b])
         if self.is_hidden and self.parents[b]:
             mask[:, kv_len - num_rows :] = False
         return mask

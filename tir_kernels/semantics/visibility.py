@@ -8,7 +8,7 @@ kind of window is a new object here and leaves the skeletons alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
@@ -263,26 +263,64 @@ class CausalMask:
     def begin_sequence(self, sequence, kv_len) -> None:
         """Nothing to know of a sequence."""
 
+    def beginning_at(self, k_offset) -> CausalMask:
+        """Return the mask of a sequence: the same, wherever its column 0 is."""
+        return self
+
     def begin_tile(self, first, rope) -> None:
         """Nothing to know of a tile of columns."""
 
 
+def first_in_window(window, position):
+    """Return the first position that the row at `position` sees.
+
+    Parameters
+    ----------
+    window : int32 expression
+        At least 0: the row sees the last `window` positions, its own included. Negative: rows see
+        from the start of the chunk of ``-window`` positions that they are in.
+    position : int32 expression
+    """
+    in_chunk = T.truncmod(position, T.max(-window, 1))
+    return T.if_then_else(window < 0, position - in_chunk, position + 1 - window)
+
+
 @dataclass(frozen=True)
 class WindowMask(CausalMask):
-    """A `CausalMask` in which a row sees the last `window` positions only, its own included.
+    """A `CausalMask` in which a row sees what `first_in_window` says, up to its own position.
 
     Parameters
     ----------
     causal : int32 expression; 0 when the rows of the step follow the columns.
     window : int32 expression
+    k_offset : int32 expression
+        Position of column 0; chunks depend on it.
     """
 
     window: object
+    k_offset: object = 0
     has_window = True
+
+    def beginning_at(self, k_offset) -> WindowMask:
+        """Return the mask of a sequence whose column 0 is at position `k_offset`."""
+        return replace(self, k_offset=k_offset)
 
     def begin(self, row, num_rows, kv_len):
         """First column that `row` sees; never less for a later row."""
-        return T.max(self.own(row, num_rows, kv_len) + 1 - self.window, 0)
+        return self.begin_of(self.own(row, num_rows, kv_len))
+
+    def begin_of(self, own):
+        """First column that the row whose own column is `own` sees."""
+        return T.max(first_in_window(self.window, own + self.k_offset) - self.k_offset, 0)
+
+    def begin_of_single(self, kv_len, q_position):
+        """First column that the only row of a sequence sees, which is at `q_position`.
+
+        In decode the columns may end before the row; then `window` leaves out its own position,
+        but a chunk still begins where the row's does.
+        """
+        own = T.if_then_else(self.window < 0, q_position - self.k_offset, self.own(0, 1, kv_len))
+        return self.begin_of(own)
 
     def row(self, end, begin):
         """Return what `visible` needs of the row with these bounds."""

@@ -26,7 +26,8 @@ row_indptr, row_ids  ``[B + 1]``, ``[R]``  int32    rows of Q of a shared segmen
 o                    ``[T, Hq, Dv]``       dtype    output, written
 lse                  ``[T, Hq]``           float32  base-2 log of the sum of exponentials, written
 causal               scalar                int32    0: rows see every column
-window               scalar                int32    positions that a row sees, its own included
+window               scalar                int32    positions that a row sees, its own included;
+                                                    -n: rows see those of their chunk of n positions
 rotary_mode          scalar                int32    1: rotate Q and K inside the kernel
 rope_scale, _theta   scalar                float32  those of the spec, where rotary_mode is 1
 sm_scale             scalar                float32  factor on the logits

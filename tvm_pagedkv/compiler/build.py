@@ -18,7 +18,7 @@ from tir_kernels.index_spec import IndexSpec
 from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import KernelSpec, RopeSpec
 
-from ..config import KVCacheConfig, ResolvedConfig, ResolvedLayer, RopeConfig
+from ..config import WINDOW_KINDS, KVCacheConfig, ResolvedConfig, ResolvedLayer, RopeConfig
 from .codec_cost import warn_if_slow
 from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
@@ -73,7 +73,7 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         page_size=config.page_size,
         rope=RopeSpec(rotary_dim=0) if is_mla else rope_spec,
         target=vector_target(target),
-        kind=layer.kind,
+        kind="mha_sliding" if layer.kind in WINDOW_KINDS else layer.kind,  # which share kernels
         logit_softcap=config.logit_softcap,
         alibi_slopes=layer.alibi,
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,

@@ -4,7 +4,7 @@
 from .alibi import standard_slopes
 from .cache_config import KVCacheConfig
 from .dtypes import DTYPES, ITEMSIZE, KV_DTYPES
-from .layer_spec import KV_KINDS, LAYER_KINDS, MHA_KINDS, LayerSpec
+from .layer_spec import KV_KINDS, LAYER_KINDS, MHA_KINDS, WINDOW_KINDS, LayerSpec
 from .prefix_cache_config import WRITE_POLICIES, PrefixCacheConfig
 from .recurrent_config import CONV_ACTIVATIONS, RECURRENT_RULES, ConvConfig, RecurrentConfig
 from .resolved_config import POPPABLE, ResolvedConfig
@@ -23,6 +23,7 @@ __all__ = [
     "RECURRENT_RULES",
     "ROPE_MODES",
     "ROPE_TYPES",
+    "WINDOW_KINDS",
     "WRITE_POLICIES",
     "ConvConfig",
     "KVCacheConfig",

@@ -154,6 +154,12 @@ class KVCacheConfig:
                 f"layer {index}: sliding_window is not possible with MLA layers, whose kernels "
                 "do not support it"
             )
+        if self.sliding_window and any(layer.kind == "mha_chunked" for layer in layers):
+            index = next(i for i, layer in enumerate(layers) if layer.kind == "mha_chunked")
+            raise ValueError(
+                f"layer {index}: sliding_window is not possible with layers that attend within "
+                "chunks"
+            )
         self._check_recurrent_layers(layers)
         modes = {layer.rope.mode for layer in layers if layer.kind in MHA_KINDS}
         if self.sliding_window and {"normal", "inline"} <= modes:

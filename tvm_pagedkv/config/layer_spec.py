@@ -12,7 +12,8 @@ from .dtypes import check_kv_dtype
 from .recurrent_config import ConvConfig, RecurrentConfig
 from .rope_config import RopeConfig
 
-MHA_KINDS = ("mha", "mha_sliding")
+WINDOW_KINDS = ("mha_sliding", "mha_chunked")
+MHA_KINDS = ("mha", *WINDOW_KINDS)
 LIST_KINDS = ("mha", "mla")  # whose rows can attend to lists
 LATENT_KINDS = ("mla", "index")  # with one row per position
 KV_KINDS = (*MHA_KINDS, *LATENT_KINDS)  # layers that keep K and V, or keys alone
@@ -25,13 +26,14 @@ class LayerSpec:
 
     Parameters
     ----------
-    kind : {"mha", "mha_sliding", "mla", "index", "linear", "recurrent", "conv"}
+    kind : {"mha", "mha_sliding", "mha_chunked", "mla", "index", "linear", "recurrent", "conv"}
         "mha" covers multi-query and grouped-query attention. A "recurrent" layer keeps a state of
         fixed size, a "conv" layer the last rows of its input. An "index" layer keeps index keys, by
         which rows choose the positions that they list: `KVCache.index_top_k`. A "linear" layer
         keeps nothing; it is listed so that the other layers have the ids of the model.
     window : int, optional
-        Number of positions that a row of an "mha_sliding" layer sees, its own included.
+        Number of positions that a row of an "mha_sliding" layer sees, its own included. Rows of an
+        "mha_chunked" layer, as in Llama 4, see from the start of their chunk of `window` positions.
     num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
         For "mla", `qk_head_dim` is the width of a latent row, `v_head_dim` the number of its
         leading columns that are V, and `num_kv_heads` is always 1. For "index", `num_qo_heads` is
@@ -76,10 +78,10 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
-        if (self.kind == "mha_sliding") != (self.window is not None):
+        if (self.kind in WINDOW_KINDS) != (self.window is not None):
             raise ValueError(
-                "layer.window is required for kind 'mha_sliding' and invalid otherwise; got kind "
-                f"{self.kind!r} with window {self.window!r}"
+                "layer.window is required for kinds 'mha_sliding' and 'mha_chunked' and invalid "
+                f"otherwise; got kind {self.kind!r} with window {self.window!r}"
             )
         if self.window is not None:
             check_int("layer.window", self.window)

@@ -40,7 +40,7 @@ class Work:
         c, self.experts = config, config.experts
         attention = [layer for layer in c.layers if layer.kind in KV_KINDS]
         states = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
-        self.windows = [layer.window for layer in attention]  # None: no window
+        self.windows = [(layer.kind, layer.window) for layer in attention]
         matrices = [
             (sum(part.size for part in weight.parts), weight.experts > 1)
             for name, weight in weights(c, range(c.num_layers))
@@ -105,7 +105,7 @@ class Work:
         """
         rows = sum(
             positions if window is None else seen
-            for window, seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
+            for (_, window), seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
         )
         state_bytes = 2 * 4 * self.state_numbers * len(lengths)
         weight_bytes = self.weight_bytes - self.expert_bytes
@@ -120,8 +120,14 @@ class Work:
 
     def _seen(self, lengths: np.ndarray) -> list[int]:
         """Return for each layer the positions that the last rows of all sequences see, summed."""
-        seen = {
-            window: int(lengths.sum() if window is None else np.minimum(lengths, window).sum())
-            for window in set(self.windows)
-        }
-        return [seen[window] for window in self.windows]
+        seen = {each: _num_seen(lengths, *each) for each in set(self.windows)}
+        return [seen[each] for each in self.windows]
+
+
+def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:
+    """Return how many positions the last rows of sequences see in a layer, summed."""
+    if window is None:
+        return int(lengths.sum())
+    if kind == "mha_chunked":
+        return int(((lengths - 1) % window + 1).sum())
+    return int(np.minimum(lengths, window).sum())

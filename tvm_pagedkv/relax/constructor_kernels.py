@@ -43,7 +43,7 @@ class ConstructorKernels:
     Parameters
     ----------
     specs : dict
-        Layer kind -> KernelSpec.
+        Kind of kernels -> KernelSpec.
     tag : {"pagedkv", "tirx"}
         Tag of the kernels: for this package's runtime, or for TVM's.
     window : int

@@ -15,7 +15,15 @@ from tir_kernels.spec import KernelSpec
 
 from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target, warn_if_slow
 from ..compiler.cuda import arch_of, cuda_spec
-from ..config import KVCacheConfig, LayerSpec, ResolvedConfig, ResolvedLayer, RopeConfig
+from ..config import (
+    MHA_KINDS,
+    WINDOW_KINDS,
+    KVCacheConfig,
+    LayerSpec,
+    ResolvedConfig,
+    ResolvedLayer,
+    RopeConfig,
+)
 from .constructor_kernels import ConstructorKernels, page_types
 from .frontend_methods import PagedKVCacheObject
 from .layer_ropes import base_rope, common_ropes, layer_ropes_of, mode_number, own_ropes
@@ -28,12 +36,12 @@ MODEL_CONSTRUCTORS = {
     "(import tvm_pagedkv, or load libtvm_pagedkv.so)",
     "stock": "vm.builtin.paged_attention_kv_cache_create",
 }
-_MHA_KINDS = {"mha", "mha_sliding"}
 _KIND_NUMBERS = {
     "mha": int(AttnKind.MHA),
     "mla": int(AttnKind.MLA),
     "linear": 2,  # TVM's front end has no name for it
     "mha_sliding": int(AttnKind.MHA_SLIDING),
+    "mha_chunked": 4,  # known to runtime "pagedkv" only
 }
 
 
@@ -51,9 +59,9 @@ class PagedKVCache(PagedKVCacheObject):
     Parameters
     ----------
     attn_kind : str or list of str
-        One kind for all layers, or one per layer: "mha", "mha_sliding", "mla", or "linear", which
-        keeps no K and V. In a model with "mla" layers, the heads of other layers are as wide as a
-        latent row.
+        One kind for all layers, or one per layer: "mha", "mha_sliding", "mha_chunked" (for runtime
+        "pagedkv"), "mla", or "linear", which keeps no K and V. In a model with "mla" layers, the
+        heads of other layers are as wide as a latent row.
     max_batch_size, max_total_seq_len, prefill_chunk_size : tirx.Var or int
         Capacities. Symbolic ones are given when the cache is created.
     page_size : tirx.Var or int
@@ -86,7 +94,8 @@ class PagedKVCache(PagedKVCacheObject):
     name : str
         Name of the Relax variable.
     layer_sliding_window_size : int
-        Window of the "mha_sliding" layers: positions that a row sees, its own included.
+        Window of the "mha_sliding" layers: positions that a row sees, its own included. In
+        "mha_chunked" layers, positions of a chunk.
     sliding_window_includes_self : bool, optional
         Whether windows of sequences count the query row itself, as for `KVCacheConfig`.
     kernel_page_size : int
@@ -174,8 +183,13 @@ class PagedKVCache(PagedKVCacheObject):
                 "the stock runtime has one rotation for all layers; choose runtime 'pagedkv', or "
                 "RopeMode.NONE and rotate in the model"
             )
+        if runtime == "stock" and "mha_chunked" in kinds:
+            raise ValueError(
+                "the stock runtime has no layers that attend within chunks; choose runtime "
+                "'pagedkv'"
+            )
         rope = base_rope(ropes)
-        is_mixed = "mla" in kinds and not _MHA_KINDS.isdisjoint(kinds)
+        is_mixed = "mla" in kinds and not set(MHA_KINDS).isdisjoint(kinds)
         if lists and (runtime == "stock" or is_mixed):
             raise ValueError(
                 "lists need runtime 'pagedkv', and layers whose pages have one shape: not 'mla' "
@@ -208,7 +222,7 @@ class PagedKVCache(PagedKVCacheObject):
                 LayerSpec(
                     kind=kind,
                     v_head_dim=None if kind == "mla" or "mla" not in kinds else qk_head_dim,
-                    window=layer_sliding_window_size if kind == "mha_sliding" else None,
+                    window=layer_sliding_window_size if kind in WINDOW_KINDS else None,
                     mla_original_qk_head_dim=mla_original_qk_head_dim if kind == "mla" else None,
                     mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
                     rope=own,
@@ -216,7 +230,8 @@ class PagedKVCache(PagedKVCacheObject):
                 )
                 for kind, own in zip(kinds, ropes, strict=True)
             ],
-            sliding_window=has_windows and "mla" not in kinds,
+            # Layers with a window of their own ignore those of sequences.
+            sliding_window=has_windows and not {"mla", "mha_chunked"} & set(kinds),
             sliding_window_includes_self=sliding_window_includes_self,
             logit_softcap=logit_softcap,
             alibi=alibi,
@@ -226,17 +241,18 @@ class PagedKVCache(PagedKVCacheObject):
                 f"the stock runtime keeps K and V in the dtype of a step, {dtype}, not as "
                 f"{config.kv_dtype}: leave kv_dtype None, or choose runtime 'pagedkv'"
             )
-        if runtime == "stock" and "mla" in kinds and not _MHA_KINDS.isdisjoint(kinds):
+        if runtime == "stock" and "mla" in kinds and not set(MHA_KINDS).isdisjoint(kinds):
             raise ValueError(
                 "the stock runtime has one copy_single_page for all layers, and the pages of 'mla' "
                 "layers have another shape than those of the others"
             )
+        specs = [
+            _spec(config, replace(layer, rope=rope.resolved()), target)
+            for layer in config.layers
+            if layer.kind != "linear"
+        ]
         kernels = ConstructorKernels(
-            {
-                kind: _spec(config, replace(layer, rope=rope.resolved()), target)
-                for kind, layer in zip(kinds, config.layers, strict=True)
-                if kind != "linear"
-            },
+            {spec.kind: spec for spec in specs},
             "tirx" if runtime == "stock" else "pagedkv",
             layer_sliding_window_size,
             target,

@@ -5,12 +5,14 @@
  *
  * A layer group with a window keeps the pages that the next row sees, and those of kPoppable more
  * positions, so that many can always be popped. While a sequence has a token tree, the next row is
- * the one behind the committed positions.
+ * the one behind the committed positions. A window slides with each row, or moves by whole chunks:
+ * rows then see from the start of their chunk on.
  *
  * Recurrent layers keep what they need of each token, their ingredients, in an ingredient group,
  * and states in pages of a state group. A state can be computed from an earlier one and the
  * ingredients behind it. So an ingredient group keeps the positions behind a state that is kept;
- * its window moves by whole intervals of states. Indices of pools: layer groups, then state groups.
+ * its window moves by whole intervals of states, as chunks do. Indices of pools: layer groups, then
+ * state groups.
  *
  * A sequence can have a window of its own. In groups without a window it then gives up pages that
  * hold dropped positions only; groups with a window follow that one.
@@ -21,6 +23,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <utility>
 #include <vector>
 
@@ -41,7 +44,8 @@ class PageGeometry {
  public:
   /*!
    * \param page_size A power of two: steps divide by it several times for each sequence.
-   * \param windows Window of each layer group; 0 for none. Missing ones are 0.
+   * \param windows Window of each layer group; 0 for none, -n for chunks of n positions. Missing
+   *   ones are 0.
    * \param state_groups Each with an ingredient group of its own, which has no window.
    */
   PageGeometry(int32_t page_size, size_t num_groups, std::vector<int64_t> windows,
@@ -51,9 +55,14 @@ class PageGeometry {
         state_groups_(std::move(state_groups)) {
     while (page_size_ >> (page_shift_ + 1) > 0) ++page_shift_;
     windows_.resize(num_groups, 0);
+    for (int64_t& window : windows_) {
+      moves_by_chunks_.push_back(window < 0);
+      window = std::abs(window);
+    }
     state_group_of_.resize(num_groups, -1);
     for (int32_t s = 0; s < num_state_groups(); ++s) {
       windows_[state_groups_[s].ingredients] = state_groups_[s].interval;
+      moves_by_chunks_[state_groups_[s].ingredients] = true;
       state_group_of_[state_groups_[s].ingredients] = s;
     }
     has_windows_ = std::any_of(windows_.begin(), windows_.end(), [](int64_t w) { return w > 0; });
@@ -63,6 +72,8 @@ class PageGeometry {
   int32_t num_groups() const { return static_cast<int32_t>(windows_.size()); }
   int64_t window(int32_t group) const { return windows_[group]; }
   bool HasWindow(int32_t group) const { return windows_[group] > 0; }
+  /*! \brief Whether the window moves by whole multiples of itself, as that of ingredients does. */
+  bool MovesByChunks(int32_t group) const { return moves_by_chunks_[group]; }
   int32_t num_state_groups() const { return static_cast<int32_t>(state_groups_.size()); }
   const StateGroup& state_group(int32_t s) const { return state_groups_[s]; }
   /*! \brief Layer groups and state groups have a pool each. */
@@ -119,7 +130,7 @@ class PageGeometry {
    *   group, the first one behind the last kept state, where none was lost.
    */
   int64_t FirstVisible(int32_t group, int64_t text_length) const {
-    if (StateGroupOf(group) >= 0) return text_length - text_length % windows_[group];
+    if (MovesByChunks(group)) return text_length - text_length % windows_[group];
     return HasWindow(group) ? std::max<int64_t>(text_length - windows_[group] + 1, 0) : 0;
   }
   int64_t FirstPageToSee(int32_t group, int64_t text_length) const {
@@ -170,6 +181,7 @@ class PageGeometry {
   int32_t page_size_;
   int32_t page_shift_ = 0;
   std::vector<int64_t> windows_;
+  std::vector<bool> moves_by_chunks_;  // [group]
   std::vector<StateGroup> state_groups_;
   std::vector<int32_t> state_group_of_;  // [group]
   bool has_windows_;

@@ -33,7 +33,7 @@ class SequenceTable {
   /*!
    * \param max_num_sequences The maximum of one step. Any number of sequences may exist.
    * \param num_pages Pages of each layer group.
-   * \param windows Window of each layer group; 0 for none.
+   * \param windows Window of each layer group, as PageGeometry takes it; 0 for none.
    * \param state_groups States of recurrent layers.
    * \param num_states Pages of each state group.
    */

@@ -63,10 +63,9 @@ int64_t WindowHistories::FirstReachable(const Sequence& sequence) const {
     int64_t first = sequence.first_pages[g];
     while (first > 0 && PageBehind(sequence, g, first - 1) >= 0) --first;
     const int64_t window = geometry_->window(g), begin = first * geometry_->page_size();
-    // With a window: the row whose window begins there; with states: the next one that is kept.
-    const int64_t next_seen = geometry_->StateGroupOf(g) >= 0
-                                  ? (begin + window - 1) / window * window
-                                  : begin + window - 1;
+    // The row whose window begins there; with chunks or states, the start of the next one.
+    const int64_t next_seen =
+        geometry_->MovesByChunks(g) ? (begin + window - 1) / window * window : begin + window - 1;
     if (first > 0) reachable = std::max(reachable, next_seen);
   }
   const SequenceWindow& window = sequence.window;

@@ -71,11 +71,12 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
             while pair.has_next():
                 pair.take()
                 sequence, first_head = T.meta_var((pair.sequence, pair.first_head))
-                spans.begin_sequence(sequence, a.lengths.kv_len(sequence, pair.num_pages))
+                position = T.meta_var(a.q_rope_position[sequence])
+                kv_len = T.meta_var(a.lengths.kv_len(sequence, pair.num_pages))
+                spans.begin_sequence(sequence, kv_len, position)
                 rope.begin_sequence(spans.length)
                 kv.begin_pair(sequence, first_head, pair.num_heads)
                 for head in range(pair.num_heads):
-                    position = T.meta_var(a.q_rope_position[sequence])
                     rows.load_q(a.q, sequence, first_head + head, head, position)
                     products.begin_head(head)
                 for span in range(spans.count):
@@ -153,10 +154,11 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
     ):
         """Attention of one query row per sequence over its pages; `signatures.inputs` has the rest.
 
-        With `window`, at least 0, a row sees the last `window` positions of its pages, which may
-        begin anywhere in the sequence: columns are counted from the first slot of the table, which
-        is position ``k_rope_pos_offset[b]``. The cost scales with the window, but work is balanced
-        among threads only if the page table has few pages before it.
+        With `window` a row sees the last `window` positions of its pages, or those of its chunk of
+        ``-window`` positions. They may begin anywhere in the sequence: columns are counted from the
+        first slot of the table, which is position ``k_rope_pos_offset[b]``. The cost scales with
+        the window, but work is balanced among threads only if the page table has few pages before
+        it.
         """
         T.func_attr(attributes(spec))
         batch_size, num_pages, num_entries, num_lengths = sizes(4)

@@ -119,7 +119,7 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
         rows.begin(tiles.first_row + tiles.first_token, tiles.num_tokens, tiles.head)
         for i in range(gap.num_spans):
             span = T.meta_var(gap.span(i, kv_len, k_offset))
-            bounds = T.meta_var(RowBounds(mask, span, tiles, rows, kv_len))
+            bounds = T.meta_var(RowBounds(mask.beginning_at(k_offset), span, tiles, rows, kv_len))
             rows.begin_span()
             begin = bounds.first(spec.target.lanes)
             end = bounds.last(begin)
@@ -365,7 +365,8 @@ def prefill_windowed(spec: KernelSpec):
 def prefill_sliding(spec: KernelSpec):
     """Build `prefill` of layers with a window: a row sees the last `window` positions.
 
-    `window` is at least 1, and its own position is one of them. The rows of a sequence are the last
+    Its own position is one of them; with a negative `window` a row sees its chunk of ``-window``
+    positions, up to its own. The rows of a sequence are the last
     positions of its pages, or follow them where `causal` is 0. The page table of a sequence may
     begin anywhere in it: columns are counted from the first slot of the table, which is position
     ``k_rope_pos_offset[b]`` of the sequence.

@@ -77,11 +77,11 @@ class Singles:
         token = a.q_indptr[sequence]
         num_pages = a.page_indptr[sequence + 1] - a.page_indptr[sequence]
 
-        spans.begin_sequence(sequence, a.lengths.kv_len(sequence, num_pages))
+        position = T.meta_var(a.q_rope_position[token])
+        spans.begin_sequence(sequence, a.lengths.kv_len(sequence, num_pages), position)
         a.rope.begin_sequence(spans.length)
         kv.begin_pair(sequence, first_head, num_heads)
         for head in range(num_heads):
-            position = T.meta_var(a.q_rope_position[token])
             rows.load_q(a.q, token, first_head + head, head, position)
             products.begin_head(head)
         for span in range(spans.count):

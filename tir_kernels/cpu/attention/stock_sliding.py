@@ -29,16 +29,24 @@ class _StockWindowMask(WindowMask):
 
     def __init__(self, causal, window: int, num_hidden: Elements):
         super().__init__(causal, window)
-        self.of_sequence = num_hidden
+        self.num_hidden_of = num_hidden
+
+    def beginning_at(self, k_offset) -> WindowMask:
+        """Return the mask of a sequence: a window does not depend on where its column 0 is."""
+        return self
 
     def begin_sequence(self, sequence, kv_len) -> None:
         """Go on with another sequence."""
-        self.num_hidden = self.of_sequence[sequence]
+        self.num_hidden = self.num_hidden_of[sequence]
 
     def begin(self, row, num_rows, kv_len):
         """First column that `row` sees; never less for a later row."""
         num_seen = T.if_then_else(self.causal != 0, T.max(self.window - row - 1, 0), kv_len)
         return T.max(self.num_hidden, kv_len - num_seen)
+
+    def begin_of_single(self, kv_len, q_position):
+        """First column that the only row of a sequence sees."""
+        return self.begin(0, 1, kv_len)
 
     def end(self, row, num_rows, kv_len):
         """First column that `row` does not see."""

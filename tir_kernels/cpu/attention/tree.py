@@ -21,12 +21,12 @@ def tree_paged(spec: KernelSpec):
 
 
 def tree_paged_sliding(spec: KernelSpec):
-    """Build `tree_paged` of layers with a window, which is at least 1.
+    """Build `tree_paged` of layers with a window.
 
     A row sees of these columns those whose position is less than `window` before its own, itself
-    included. Positions are those of RoPE, whatever the rotary_mode: q_rope_position of the rows;
-    k_rope_pos_offset plus the column before the tree; and of a node its depth more than there are
-    columns before the tree.
+    included, or, with a negative `window`, those of its chunk of ``-window`` positions. Positions
+    are those of RoPE, whatever the rotary_mode: q_rope_position of the rows; k_rope_pos_offset plus
+    the column before the tree; and of a node its depth more than there are columns before the tree.
     """
     return paged(spec, {"causal"} | FUSED, has_singles=False)
 

@@ -46,13 +46,17 @@ class VisibleSpans:
     def __init__(self, a):
         self.mask, self.k_offsets = a.mask, a.k_rope_pos_offset
         self.kv_len, self.first_position = T.local_scalar("int32"), T.local_scalar("int32")
+        if self.mask.has_window:
+            self.q_position = T.local_scalar("int32")
         self.gap, self.k_offset = SequenceGap(a.lengths), T.local_scalar("int32")
         self.begin, self.end = T.local_scalar("int32"), T.local_scalar("int32")
 
     @inline
-    def begin_sequence(self, sequence, kv_len):
-        """Go on with a sequence whose pages hold `kv_len` positions."""
+    def begin_sequence(self, sequence, kv_len, q_position):
+        """Go on with a sequence whose pages hold `kv_len` positions, and with its row."""
         self.kv_len = kv_len
+        if self.mask.has_window:
+            self.q_position = q_position
         self.first_position = self.k_offsets[sequence]
         self.mask.begin_sequence(sequence, kv_len)
         self.gap.begin(sequence)
@@ -74,7 +78,8 @@ class VisibleSpans:
         self.end = span.end
         self.k_offset = span.k_offset
         if self.mask.has_window:
-            self.begin = self.mask.begin(0, 1, self.kv_len)
+            mask = T.meta_var(self.mask.beginning_at(self.first_position))
+            self.begin = mask.begin_of_single(self.kv_len, self.q_position)
         elif span.begin is not None:
             self.begin = span.begin
         else:

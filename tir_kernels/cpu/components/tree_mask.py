@@ -12,7 +12,7 @@ from tvm.tirx.buffer import is_buffer_var
 
 from ...script import inline
 from ...semantics.rotary_mode import has_rope
-from ...semantics.visibility import CausalMask
+from ...semantics.visibility import CausalMask, first_in_window
 from ...spec import KernelSpec
 from ..simd import broadcast, index_temp, load, temp
 
@@ -98,9 +98,9 @@ class TreeMask(CausalMask):
     described once, by the interval of depth-first numbers that see each column, and then serves all
     rows. Tiles whose rows see every column skip the mask.
 
-    With a window, a row sees only the last `window` RoPE positions. Those of the rows are
-    `q_rope_position`; columns before the tree are in a row, and those of the tree are as far behind
-    them as they are deep.
+    With a window, a row sees only the last `window` RoPE positions, or its chunk of them. Those of
+    the rows are `q_rope_position`; columns before the tree are in a row, and those of the tree are
+    as far behind them as they are deep.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class TreeMask(CausalMask):
         Before 0 where the first nodes of the tree are not among the columns.
         """
         position = self.a.q_rope_position[self.first_row + row]
-        return position - self.k_offset + 1 - self.a.window
+        return first_in_window(self.a.window, position) - self.k_offset
 
     def begin(self, row, num_rows, kv_len):
         """No row of the sequence sees a column before it."""

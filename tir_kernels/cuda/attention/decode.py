@@ -57,8 +57,9 @@ MAX_PACKED_COLUMNS = 128  # of V with codes of 4 bits: 256 spilled 148 bytes
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window",)):
     """Build the kernel `decode`; `signatures.inputs` has the arguments.
 
-    With a `window` of at least 0 a row sees the last positions of its pages. The cost scales with
-    the window, but work is balanced among blocks only if the page table has few pages before it.
+    With a `window` a row sees the last positions of its pages, or those of its chunk. The cost
+    scales with the window, but work is balanced among blocks only if the page table has few pages
+    before it.
     """
     num_heads, group_size, v_dim = spec.num_qo_heads, spec.group_size, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)

@@ -225,8 +225,8 @@ def prefill_windowed(spec: KernelSpec):
 def prefill_sliding(spec: KernelSpec):
     """`prefill` of layers with a window: a row sees its position and the `window` - 1 before it.
 
-    `window` is at least 1. The rows of a sequence are the last positions of its pages, or follow
-    them where `causal` is 0.
+    With a negative `window` it sees its chunk of ``-window`` positions, up to its own. The rows of
+    a sequence are the last positions of its pages, or follow them where `causal` is 0.
     """
     return over_pages(spec, _TREE)
 
@@ -237,7 +237,7 @@ def prefill_ragged(spec: KernelSpec):
 
 
 def prefill_ragged_sliding(spec: KernelSpec):
-    """`prefill_ragged` of layers with a window of at least 1, as in `prefill_sliding`."""
+    """`prefill_ragged` of layers with a window, as in `prefill_sliding`."""
     return over_ragged(spec, _TREE)
 
 
@@ -259,10 +259,10 @@ def tree_paged(spec: KernelSpec):
 def tree_paged_sliding(spec: KernelSpec):
     """`tree_paged` of layers with a window.
 
-    `window` is at least 1. A row sees of these columns those whose position is less than `window`
-    before its own, itself included. Positions are those of RoPE, whatever the rotary_mode:
-    q_rope_position of the rows; k_rope_pos_offset plus the column before the tree; and of a node
-    its depth more than there are columns before the tree.
+    A row sees of these columns those whose position is less than `window` before its own, itself
+    included, or, with a negative `window`, those of its chunk of ``-window`` positions. Positions
+    are those of RoPE, whatever the rotary_mode: q_rope_position of the rows; k_rope_pos_offset plus
+    the column before the tree; and of a node its depth more than there are columns before the tree.
     """
     return over_pages(spec, ("causal",), max_rows=TREE_ROWS)
 
@@ -279,7 +279,7 @@ def tree(spec: KernelSpec):
 
 
 def tree_sliding(spec: KernelSpec):
-    """`tree` of layers with a window of at least 1, as in `tree_paged_sliding`."""
+    """`tree` of layers with a window, as in `tree_paged_sliding`."""
     return over_ragged(spec, ("k_rope_pos_offset", "causal"), TREE_ROWS)
 
 

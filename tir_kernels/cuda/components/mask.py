@@ -95,7 +95,9 @@ class TileMask:
     def row_begin(self, row, span: Span):
         """Return the first column of a span that a row of the tile sees."""
         arguments = self.rows.token(row), self.work.num_rows, self.work.kv_len
-        begin = self.visible.begin(*arguments) if self.visible.has_window else T.int32(0)
+        begin = T.int32(0)
+        if self.visible.has_window:
+            begin = self.visible.beginning_at(self.k_offset).begin(*arguments)
         if span.begin is None:
             return begin
         return T.max(begin, span.first_seen(self.visible.own(*arguments)))

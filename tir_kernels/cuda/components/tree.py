@@ -10,7 +10,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.visibility import NO_LIMIT
+from ...semantics.visibility import NO_LIMIT, first_in_window
 from ..emit import I32, U32, Registers, ptx, sync_block
 from ..tiles.tiling import Tiling
 from .block_memory import BlockMemory
@@ -117,8 +117,8 @@ class TreeMask(NoTree):
             at = T.meta_var(self.first_node + T.min(node, self.num_nodes - 1))
             self.number[h] = T.if_then_else(self.num_nodes > 0, self.order[at, 0], 0)
             if self.window is not None:
-                own = T.meta_var(self.a.q_rope_position[self.work.first_row + token] - k_offset)
-                self.first_position[h] = own + 1 - self.window
+                position = T.meta_var(self.a.q_rope_position[self.work.first_row + token])
+                self.first_position[h] = first_in_window(self.window, position) - k_offset
 
     @inline
     def begin_tile(self, first, rope, has_bias: bool):

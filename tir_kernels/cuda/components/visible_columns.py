@@ -7,7 +7,7 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...semantics.sequence_gap import SequenceGap
-from ...semantics.visibility import Span
+from ...semantics.visibility import Span, WindowMask
 from ..emit import I32
 
 
@@ -67,4 +67,7 @@ class VisibleColumns:
         """Return the first column that the row sees."""
         if span.begin is not None:
             return span.first_seen(self.kv_len - 1)
-        return 0 if self.a.window is None else T.max(self.kv_len - self.a.window, 0)
+        if self.a.window is None:
+            return 0
+        mask = WindowMask(1, self.a.window, self.first_position)
+        return mask.begin_of_single(self.kv_len, self.q_position)

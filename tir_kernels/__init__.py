@@ -88,6 +88,8 @@ def kernel_names(
     builders = _builders(spec.target)
     if not append_prefill.is_possible(spec):
         builders = {name: build for name, build in builders.items() if name != "append_prefill"}
+    if spec.sink_logits:  # attention lets them in
+        builders = {name: build for name, build in builders.items() if name != "apply_sinks"}
     if not spec.lists:
         builders = {name: build for name, build in builders.items() if name not in _LISTED}
     if spec.kind != "mla":

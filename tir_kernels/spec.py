@@ -178,6 +178,8 @@ class KernelSpec:
         Not with kind "mla".
     lists : bool
         Whether there is a kernel that attends to lists of positions.
+    sink_logits : bool
+        Whether attention takes learned sinks, as its last argument.
     """
 
     num_qo_heads: int
@@ -195,6 +197,12 @@ class KernelSpec:
     logit_softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     lists: bool = False
+    sink_logits: bool = False
+
+    @property
+    def without_sinks(self) -> set[str]:
+        """The argument for learned sinks, where attention takes none."""
+        return set() if self.sink_logits else {"sink_logits"}
 
     @property
     def non_absorbed(self) -> KernelSpec:

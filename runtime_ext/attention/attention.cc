@@ -27,7 +27,11 @@ Attention::Attention(Step* step)
     LayerEntry entry;
     if (!layer.config.is_attention()) {
       // see Recurrence
-    } else if (layer.config.is_mla()) {
+      layers_.push_back(std::move(entry));
+      continue;
+    }
+    entry.sinks = std::make_unique<SinkLogits>(step, layer);
+    if (layer.config.is_mla()) {
       entry.mla = std::make_unique<MLAAttention>(step, layer);
     } else {
       entry.backend = MakeAttentionBackend(step, layer, shared_);
@@ -75,11 +79,13 @@ void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor q
   tensors.CheckOutput("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, dtype);
   const Alignment alignment = backend.page_alignment();
   tensors.CheckAlignment("o", o, alignment);
-  CheckSinkLogits(layer, sink_logits);
+  const SinkLogits& sinks = SinksOf(layer);
+  sinks.Check(sink_logits);
   if (positions) listed_.Check(layer, *positions);
   tensors.MakeCompact({&qkv}, alignment);
   const GroupWorkspace& workspace = step_->workspaces().group(layer.group);
-  const AttentionCall call{sm_scale, workspace.q.get(), o, workspace.lse.get()};
+  const AttentionCall call{sm_scale, workspace.q.get(), o, workspace.lse.get(),
+                           sinks.Argument(sink_logits)};
   if (positions) {
     backend.Append(qkv);
     listed_.Attend(layer, call, *positions);
@@ -87,7 +93,7 @@ void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor q
     backend.AppendAndAttend(qkv, call, workspace.k.get(), workspace.v.get());
   }
   step_->NoteAppend(layer);
-  ApplySinkLogits(layer, sink_logits, call);
+  sinks.Apply(sink_logits, call);
 }
 
 void Attention::AttendShared(int64_t source_id, double sm_scale, ffi::Tensor q,
@@ -118,21 +124,27 @@ void Attention::AttendShared(int64_t source_id, double sm_scale, ffi::Tensor q,
   }
   const Alignment alignment = backend.page_alignment();
   tensors.CheckAlignment("o", o, alignment);
-  CheckSinkLogits(source, sink_logits);
+  const SinkLogits& sinks = SinksOf(source);
+  sinks.Check(sink_logits);
   tensors.MakeCompact({&q, &current_k, &current_v}, alignment);
-  const AttentionCall call{sm_scale, q, o, step_->workspaces().group(source.group).lse.get()};
+  const AttentionCall call{sm_scale, q, o, step_->workspaces().group(source.group).lse.get(),
+                           sinks.Argument(sink_logits)};
   // The source has appended first, so its pages hold current_k and current_v already.
   backend.Attend(call, current_k, current_v);
-  ApplySinkLogits(source, sink_logits, call);
+  sinks.Apply(sink_logits, call);
 }
 
 void Attention::SelfAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor k,
-                           ffi::Tensor v, ffi::Tensor o, ffi::Tensor lse) {
+                           ffi::Tensor v, ffi::Tensor o, ffi::Tensor lse,
+                           ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "self_attention");
   CheckScale(sm_scale);
   const StoredLayer& layer = storage_.At(layer_id);
+  const SinkLogits& sinks = SinksOf(layer);
+  sinks.Check(sink_logits);
   if (layer.config.is_mla()) {
-    return layers_[layer.index].mla->SelfAttend(sm_scale, q, k, v, o, lse);
+    return layers_[layer.index].mla->SelfAttend(sm_scale, q, k, v, o, lse,
+                                                sinks.Argument(sink_logits));
   }
   const LayerConfig& config = layer.config;
   AttentionBackend& backend = *layers_[layer.index].backend;
@@ -158,15 +170,21 @@ void Attention::SelfAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi
   tensors.MakeCompact({&q, &k, &v}, alignment);
   append(layer.pages, k, v, step_->arrays().slots(layer.group));
   step_->NoteAppend(layer);
-  backend.AttendToRows({sm_scale, q, o, lse}, k, v);
+  const AttentionCall call{sm_scale, q, o, lse, sinks.Argument(sink_logits)};
+  backend.AttendToRows(call, k, v);
+  sinks.Apply(sink_logits, call);
 }
 
 void Attention::CrossAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor o,
-                            ffi::Tensor lse) {
+                            ffi::Tensor lse, ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "cross_attention");
   CheckScale(sm_scale);
   const StoredLayer& layer = storage_.At(layer_id);
-  if (layer.config.is_mla()) return layers_[layer.index].mla->CrossAttend(sm_scale, q, o, lse);
+  const SinkLogits& sinks = SinksOf(layer);
+  sinks.Check(sink_logits);
+  if (layer.config.is_mla()) {
+    return layers_[layer.index].mla->CrossAttend(sm_scale, q, o, lse, sinks.Argument(sink_logits));
+  }
   const LayerConfig& config = layer.config;
   AttentionBackend& backend = *layers_[layer.index].backend;
   TensorChecks& tensors = step_->tensors();
@@ -180,11 +198,14 @@ void Attention::CrossAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ff
     tensors.CheckAlignment("every tensor", each, alignment);
   }
   tensors.MakeCompact({&q}, alignment);
-  backend.AttendToPast({sm_scale, q, o, lse});
+  const AttentionCall call{sm_scale, q, o, lse, sinks.Argument(sink_logits)};
+  backend.AttendToPast(call);
+  sinks.Apply(sink_logits, call);
 }
 
 void Attention::CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor q,
-                                  ffi::Tensor positions, ffi::Tensor o, ffi::Tensor lse) {
+                                  ffi::Tensor positions, ffi::Tensor o, ffi::Tensor lse,
+                                  ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "cross_attention_to_positions");
   CheckScale(sm_scale);
   const StoredLayer& layer = storage_.At(layer_id);
@@ -195,13 +216,17 @@ void Attention::CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor
   tensors.CheckInput("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, dtype);
   tensors.CheckOutput("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, dtype);
   tensors.CheckOutput("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
+  const SinkLogits& sinks = SinksOf(layer);
+  sinks.Check(sink_logits);
   listed_.Check(layer, positions);
   if (!step_->HasAppended(layer)) {
     Raise(kValueError, "layer ", layer_id, " has not appended this step's rows, which lists may ",
           "name; call ", config.is_mla() ? "append_mla_kv" : "attention", " before it");
   }
   tensors.MakeCompact({&q}, Alignment::kElement);
-  listed_.Attend(layer, {sm_scale, q, o, lse}, positions);
+  const AttentionCall call{sm_scale, q, o, lse, sinks.Argument(sink_logits)};
+  listed_.Attend(layer, call, positions);
+  sinks.Apply(sink_logits, call);
 }
 
 void Attention::ChooseTopK(int64_t layer_id, double scale, ffi::Tensor q, ffi::Tensor weights,
@@ -219,21 +244,6 @@ void Attention::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {
     Raise(kValueError, "append_mla_kv needs an MLA layer, and layer ", layer_id, " is none");
   }
   layers_[layer.index].mla->Append(std::move(kv));
-}
-
-void Attention::CheckSinkLogits(const StoredLayer& layer,
-                                const ffi::Optional<ffi::Tensor>& logits) const {
-  if (!logits) return;
-  step_->tensors().CheckInput("sink_logits", *logits, {layer.config.num_qo_heads}, kFloat32);
-  layer.kernels->Get(KernelName::kApplySinks);
-}
-
-void Attention::ApplySinkLogits(const StoredLayer& layer, const ffi::Optional<ffi::Tensor>& logits,
-                                const AttentionCall& call) {
-  if (!logits) return;
-  ffi::Tensor compact = *logits;
-  step_->tensors().MakeCompact({&compact}, Alignment::kElement);
-  layer.kernels->Get(KernelName::kApplySinks)(call.o, call.lse, compact);
 }
 
 ffi::Array<ffi::Tensor> Attention::Merge(ffi::Tensor o, ffi::Tensor lse, ffi::Tensor o_other,

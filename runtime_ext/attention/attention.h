@@ -20,6 +20,7 @@
 #include "attention/attention_backend.h"
 #include "attention/listed_attention.h"
 #include "attention/mla_attention.h"
+#include "attention/sink_logits.h"
 #include "step/step.h"
 
 namespace pagedkv {
@@ -55,14 +56,14 @@ class Attention {
    * \param lse [T, num_qo_heads] float32, written.
    */
   void SelfAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
-                  ffi::Tensor o, ffi::Tensor lse);
+                  ffi::Tensor o, ffi::Tensor lse, ffi::Optional<ffi::Tensor> sink_logits);
   /*! \brief Attends to the past alone; for the exceptions of MLA layers see mla_attention.h. */
-  void CrossAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor o,
-                   ffi::Tensor lse);
+  void CrossAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor o, ffi::Tensor lse,
+                   ffi::Optional<ffi::Tensor> sink_logits);
   /*! \brief Attends to the positions that rows list, among the past and the step's rows, which a
    * layer has appended; q is rotated. */
   void CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor positions,
-                         ffi::Tensor o, ffi::Tensor lse);
+                         ffi::Tensor o, ffi::Tensor lse, ffi::Optional<ffi::Tensor> sink_logits);
   /*!
    * \brief Chooses positions of each row by the keys of an index lane, which have been appended.
    * \param q [T, num_qo_heads, qk_head_dim].
@@ -82,16 +83,14 @@ class Attention {
   struct LayerEntry {
     std::unique_ptr<AttentionBackend> backend;
     std::unique_ptr<MLAAttention> mla;
+    std::unique_ptr<SinkLogits> sinks;  // of both
   };
 
   /*! \brief Within a Step::LayerCall; without positions, rows see what the layer's mask shows. */
   void AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
                        const ffi::Optional<ffi::Tensor>& positions, const ffi::Tensor& o,
                        const ffi::Optional<ffi::Tensor>& sink_logits);
-  void CheckSinkLogits(const StoredLayer& layer, const ffi::Optional<ffi::Tensor>& logits) const;
-  /*! \brief Lets the sinks, if there are any, into the softmax of what is in call.o. */
-  void ApplySinkLogits(const StoredLayer& layer, const ffi::Optional<ffi::Tensor>& logits,
-                       const AttentionCall& call);
+  const SinkLogits& SinksOf(const StoredLayer& layer) const { return *layers_[layer.index].sinks; }
   const KernelSet& MergeKernels(int64_t num_heads, int64_t width) const;
 
   Step* step_;

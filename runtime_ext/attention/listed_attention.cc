@@ -75,9 +75,11 @@ void ListedAttention::Attend(const StoredLayer& layer, const AttentionCall& call
   step_->tensors().MakeCompact({&positions}, Alignment::kElement);
   const StepArrays& arrays = step_->arrays();
   const PageTable table = arrays.page_table(layer.group);
-  layer.kernels->Get(KernelName::kAttendListed)(call.q, arrays.query_indptr(), layer.pages,
-                                                table.indptr, table.page_ids, table.lengths,
-                                                positions, call.o, call.lse, call.sm_scale);
+  const ffi::Function& kernel = layer.kernels->Get(KernelName::kAttendListed);
+  WithLastArguments(call, /*window=*/std::nullopt, [&](auto... last) {
+    kernel(call.q, arrays.query_indptr(), layer.pages, table.indptr, table.page_ids, table.lengths,
+           positions, call.o, call.lse, call.sm_scale, last...);
+  });
 }
 
 void ListedAttention::ChooseTopK(const StoredLayer& layer, double scale, ffi::Tensor q,

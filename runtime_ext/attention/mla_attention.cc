@@ -42,7 +42,8 @@ void MLAAttention::Append(ffi::Tensor kv) {
 }
 
 void MLAAttention::SelfAttend(double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
-                              const ffi::Tensor& o, const ffi::Tensor& lse) {
+                              const ffi::Tensor& o, const ffi::Tensor& lse,
+                              const ffi::Tensor& sink_logits) {
   const LayerConfig& config = layer_.config;
   TensorChecks& tensors = step_->tensors();
   const DLDataType dtype = step_->storage().config().dtype;
@@ -67,12 +68,12 @@ void MLAAttention::SelfAttend(double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi
     tensors.CheckAlignment("every tensor", each, alignment);
   }
   tensors.MakeCompact({&q, &k, &v}, alignment);
-  ragged_.Attend({sm_scale, q, o, lse}, k, v);
+  ragged_.Attend({sm_scale, q, o, lse, sink_logits}, k, v);
   last_self_attention_ = step_->number();
 }
 
 void MLAAttention::CrossAttend(double sm_scale, ffi::Tensor q, const ffi::Tensor& o,
-                               const ffi::Tensor& lse) {
+                               const ffi::Tensor& lse, const ffi::Tensor& sink_logits) {
   const LayerConfig& config = layer_.config;
   const ForwardPlan& plan = step_->plan();
   TensorChecks& tensors = step_->tensors();
@@ -92,22 +93,27 @@ void MLAAttention::CrossAttend(double sm_scale, ffi::Tensor q, const ffi::Tensor
           "layer covers this step's rows; call append_mla_kv before it");
   }
   tensors.MakeCompact({&q}, page_alignment_);
-  AttendToPages({sm_scale, q, o, lse}, covers_step ? pages_.WithStep() : pages_.Past());
+  AttendToPages({sm_scale, q, o, lse, sink_logits},
+                covers_step ? pages_.WithStep() : pages_.Past());
   if (covers_step) last_whole_attention_ = step_->number();
 }
 
 void MLAAttention::AttendToPages(const AttentionCall& call, const PageTable& table) const {
   const StepArrays& arrays = step_->arrays();
-  if (pages_.NeedsTreeMask(table.range)) {
-    layer_.kernels->Get(KernelName::kMLATree)(
-        call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids, table.lengths,
-        call.o, call.lse, call.sm_scale, arrays.tree_order_indptr(), table.tree_order);
-  } else {
-    const int64_t is_causal = table.range == PageRange::kWithStep;
-    layer_.kernels->Get(KernelName::kMLAPrefill)(call.q, arrays.query_indptr(), layer_.pages,
-                                                 table.indptr, table.page_ids, table.lengths,
-                                                 call.o, call.lse, is_causal, call.sm_scale);
-  }
+  const bool has_tree = pages_.NeedsTreeMask(table.range);
+  const auto& kernel =
+      layer_.kernels->Get(has_tree ? KernelName::kMLATree : KernelName::kMLAPrefill);
+  WithLastArguments(call, /*window=*/std::nullopt, [&](auto... last) {
+    if (has_tree) {
+      kernel(call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids,
+             table.lengths, call.o, call.lse, call.sm_scale, arrays.tree_order_indptr(),
+             table.tree_order, last...);
+    } else {
+      const int64_t is_causal = table.range == PageRange::kWithStep;
+      kernel(call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids,
+             table.lengths, call.o, call.lse, is_causal, call.sm_scale, last...);
+    }
+  });
   pages_.AttendToSegments(call);
 }
 

@@ -30,11 +30,12 @@ class MLAAttention {
  public:
   MLAAttention(Step* step, const StoredLayer& layer);
 
-  // Within a Step::LayerCall; shapes as for Attention.
+  // Within a Step::LayerCall; shapes as for Attention. `sink_logits` as in AttentionCall.
   void Append(ffi::Tensor kv);
   void SelfAttend(double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
-                  const ffi::Tensor& o, const ffi::Tensor& lse);
-  void CrossAttend(double sm_scale, ffi::Tensor q, const ffi::Tensor& o, const ffi::Tensor& lse);
+                  const ffi::Tensor& o, const ffi::Tensor& lse, const ffi::Tensor& sink_logits);
+  void CrossAttend(double sm_scale, ffi::Tensor q, const ffi::Tensor& o, const ffi::Tensor& lse,
+                   const ffi::Tensor& sink_logits);
 
  private:
   void AttendToPages(const AttentionCall& call, const PageTable& table) const;

@@ -82,10 +82,13 @@ void PagedBackend::AppendAndAttend(const ffi::Tensor& qkv, const AttentionCall& 
   const StepArrays& arrays = step_->arrays();
   const PageTable table = pages_.WithStep();
   const int64_t apply_rope = layer_.config.has_normal_rope();
-  layer_.kernels->Get(KernelName::kAppendPrefill)(
-      qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), layer_.pages,
-      table.indptr, table.page_ids, table.lengths, arrays.first_positions(layer_.group),
-      arrays.query_positions(), call.o, call.lse, apply_rope, call.sm_scale);
+  const ffi::Function& kernel = layer_.kernels->Get(KernelName::kAppendPrefill);
+  WithLastArguments(call, /*window=*/std::nullopt, [&](auto... last) {
+    kernel(qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group),
+           layer_.pages, table.indptr, table.page_ids, table.lengths,
+           arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse,
+           apply_rope, call.sm_scale, last...);
+  });
 }
 
 void PagedBackend::AttendToPast(const AttentionCall& call) { AttendToPages(call, pages_.Past()); }
@@ -109,22 +112,19 @@ void PagedBackend::Prefill(const AttentionCall& call, const PageTable& table) {
   CallPrefill(layer_.config.prefill(), call, table, table.lengths);
 }
 
-// Kernels of layers with a window take it as their last argument.
-
 void PagedBackend::CallDecode(KernelName name, const AttentionCall& call, const PageTable& table,
                               const ffi::Tensor& lengths) const {
   const LayerConfig& config = layer_.config;
   const StepArrays& arrays = step_->arrays();
-  auto launch = [&](auto... window) {
+  // The kernel takes the last position of the pages for the row's own. The past has no such one.
+  const bool ends_with_row = config.is_chunked || table.range == PageRange::kWithStep;
+  const int64_t window = ends_with_row ? config.signed_window() : config.window - 1;
+  WithLastArguments(call, WindowArgument(window), [&](auto... last) {
     layer_.kernels->Get(name)(call.q, layer_.pages, table.indptr, table.page_ids, lengths,
                               arrays.first_positions(layer_.group), arrays.query_positions(),
                               call.o, call.lse, config.rotary_mode(), config.rope_scale,
-                              config.rope_theta, call.sm_scale, window...);
-  };
-  if (config.window == 0) return launch();
-  if (config.is_chunked) return launch(config.signed_window());
-  // The kernel takes the last position of the pages for the row's own. The past has no such one.
-  launch(table.range == PageRange::kWithStep ? config.window : config.window - 1);
+                              config.rope_theta, call.sm_scale, last...);
+  });
 }
 
 void PagedBackend::CallPrefill(KernelName name, const AttentionCall& call, const PageTable& table,
@@ -132,26 +132,24 @@ void PagedBackend::CallPrefill(KernelName name, const AttentionCall& call, const
   const LayerConfig& config = layer_.config;
   const StepArrays& arrays = step_->arrays();
   const int64_t is_causal = table.range == PageRange::kWithStep;
-  auto launch = [&](auto... window) {
+  WithLastArguments(call, WindowArgument(config.signed_window()), [&](auto... last) {
     layer_.kernels->Get(name)(
         call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids, lengths,
         arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse, is_causal,
-        config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale, window...);
-  };
-  config.window == 0 ? launch() : launch(config.signed_window());
+        config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale, last...);
+  });
 }
 
 void PagedBackend::AttendWithTreeMask(const AttentionCall& call, const PageTable& table) const {
   const LayerConfig& config = layer_.config;
   const StepArrays& arrays = step_->arrays();
-  auto launch = [&](auto... window) {
+  WithLastArguments(call, WindowArgument(config.signed_window()), [&](auto... last) {
     layer_.kernels->Get(config.tree())(
         call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids, table.lengths,
         arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse,
         config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale,
-        arrays.tree_order_indptr(), table.tree_order, window...);
-  };
-  config.window == 0 ? launch() : launch(config.signed_window());
+        arrays.tree_order_indptr(), table.tree_order, last...);
+  });
 }
 
 }  // namespace pagedkv

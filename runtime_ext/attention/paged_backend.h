@@ -58,6 +58,10 @@ class PagedBackend : public AttentionBackend {
   void RotateAndAppend(const ffi::Tensor& qkv);
   /*! \brief Whether one kernel can append and attend in this step. */
   bool CanAppendWithPrefill() const;
+  /*! \brief `window` if the layer has one: its kernels take it. */
+  std::optional<int64_t> WindowArgument(int64_t window) const {
+    return layer_.config.window == 0 ? std::nullopt : std::optional<int64_t>(window);
+  }
   void AttendWithTreeMask(const AttentionCall& call, const PageTable& table) const;
 
   LayerPages pages_;

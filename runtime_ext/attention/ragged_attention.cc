@@ -35,21 +35,20 @@ void RaggedAttention::Attend(const AttentionCall& call, const ffi::Tensor& k,
   const StepArrays& arrays = step_.arrays();
   const ffi::Function& kernel = layer_.kernels->Get(name);
   const int64_t mode = config.rotary_mode();
-  // Kernels of layers with a window take it as their last argument.
-  auto launch = [&](auto... window) {
+  const bool is_sliding =
+      name == KernelName::kTreeSliding || name == KernelName::kPrefillRaggedSliding;
+  const auto window = is_sliding ? std::optional<int64_t>(config.signed_window()) : std::nullopt;
+  WithLastArguments(call, window, [&](auto... last) {
     if (step_.plan().needs_tree_mask()) {
       kernel(call.q, arrays.query_indptr(), k, v, arrays.query_indptr(), arrays.query_positions(),
              arrays.tree_order_indptr(), arrays.tree_order(), call.o, call.lse, mode,
-             config.rope_scale, config.rope_theta, call.sm_scale, window...);
+             config.rope_scale, config.rope_theta, call.sm_scale, last...);
     } else {
       kernel(call.q, arrays.query_indptr(), k, v, arrays.query_indptr(), arrays.query_positions(),
              arrays.past_lengths(), call.o, call.lse, /*causal=*/int64_t{1}, mode,
-             config.rope_scale, config.rope_theta, call.sm_scale, window...);
+             config.rope_scale, config.rope_theta, call.sm_scale, last...);
     }
-  };
-  const bool is_sliding =
-      name == KernelName::kTreeSliding || name == KernelName::kPrefillRaggedSliding;
-  is_sliding ? launch(config.signed_window()) : launch();
+  });
 }
 
 }  // namespace pagedkv

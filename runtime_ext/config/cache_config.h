@@ -69,8 +69,9 @@ struct LayerConfig {
   // MLA: head dims before absorption; 0 when unknown or when all attention is absorbed.
   int64_t original_qk_head_dim = 0;
   int64_t original_v_head_dim = 0;
-  DLDataType page_dtype{};     // of the elements of pages; bytes where rows are quantized
-  std::optional<Codec> codec;  // how the pages keep rows, if they are quantized
+  bool has_sink_logits = false;  // whether its kernels take learned sinks
+  DLDataType page_dtype{};       // of the elements of pages; bytes where rows are quantized
+  std::optional<Codec> codec;    // how the pages keep rows, if they are quantized
   // kRecurrent and kConv: `window` is the interval of states, or the width of the convolution, and
   // `qk_head_dim` the width of a row.
   std::optional<RecurrentShape> recurrent;

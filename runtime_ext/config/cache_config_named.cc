@@ -158,7 +158,7 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   Fields fields(map, owner,
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_mode", "rope_theta",
-                 "rope_scale", "rope_details", "kernel_set", "kv_dtype", "codec"});
+                 "rope_scale", "rope_details", "kernel_set", "kv_dtype", "codec", "sink_logits"});
   auto kind = fields.Get<std::string>("kind");
   const bool has_window = kind == "mha_sliding" || kind == "mha_chunked";
   if (!has_window && kind != "mha" && kind != "mla" && kind != "linear") {
@@ -194,6 +194,7 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   layer.rope_scale = fields.Find<double>("rope_scale").value_or(layer.rope_scale);
   layer.rope_details = fields.Find<std::string>("rope_details").value_or("");
   layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
+  layer.has_sink_logits = fields.Find<bool>("sink_logits").value_or(false);
   ParsePageType(fields, owner, config.kv_dtype, &layer);
   return layer;
 }

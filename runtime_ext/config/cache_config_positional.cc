@@ -120,6 +120,10 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
       continue;
     }
     if (*name == "rope") continue;  // SetRopes
+    if (*name == "sink_logits") {
+      layer->has_sink_logits = true;
+      continue;
+    }
     if (*name == "cpu") {
       RequireCPUOf((*array)[i + 1]);
       continue;

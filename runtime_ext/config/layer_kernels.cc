@@ -28,8 +28,10 @@ bool CanSharePrefix(const LayerConfig& layer, const KernelSet& kernels) {
 
 namespace {
 
-/*! \throws Error (ValueError) where the set has kernels that do not know the layer's pages. */
-void RequireKernelsOfPages(const LayerConfig& layer, const KernelSet& kernels) {
+/*! \throws Error (ValueError) where the set has kernels that do not know the layer's pages or
+ * sinks.
+ */
+void RequireOwnKernels(const LayerConfig& layer, const KernelSet& kernels) {
   for (int i = 0; i < static_cast<int>(KernelName::kNumNames); ++i) {
     const auto name = static_cast<KernelName>(i);
     if (!kernels.IsStock(name) && !kernels.IsFlashInfer(name)) continue;
@@ -39,6 +41,10 @@ void RequireKernelsOfPages(const LayerConfig& layer, const KernelSet& kernels) {
             " elements and rows of V with ", layer.v_head_dim,
             ", which only kernels of tvm_pagedkv can read in pages, but its kernel '",
             ToString(name), "' is of ", owner);
+    }
+    if (layer.has_sink_logits) {
+      Raise(kValueError, "layer ", layer.id, " has kernels that take learned sinks, as only those ",
+            "of tvm_pagedkv do, but its kernel '", ToString(name), "' is of ", owner);
     }
     Raise(kValueError, "layer ", layer.id, " keeps K and V as ", layer.codec->name,
           ", which only kernels of tvm_pagedkv can read, but its kernel '", ToString(name),
@@ -50,7 +56,9 @@ void RequireKernelsOfPages(const LayerConfig& layer, const KernelSet& kernels) {
 }  // namespace
 
 void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
-  if (layer.codec || layer.has_two_widths()) RequireKernelsOfPages(layer, kernels);
+  if (layer.codec || layer.has_two_widths() || layer.has_sink_logits) {
+    RequireOwnKernels(layer, kernels);
+  }
   std::string missing;
   auto require = [&](KernelName name) {
     if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));

@@ -21,6 +21,7 @@
 #include "ffi/method.h"
 #include "ffi/override.h"
 #include "ffi/register_rnn.h"
+#include "ffi/sink_order.h"
 #include "step/scratch.h"
 #include "transfer/copy_regions.h"
 
@@ -82,12 +83,6 @@ constexpr CacheName kStockNames[] = {
     {"vm.builtin.attention_kv_cache_get_total_sequence_length", Method<&Sequences::TotalLength>()},
     {"vm.builtin.attention_kv_cache_get_sequence_length", Method<&Sequences::Length>()},
     {"vm.builtin.attention_kv_cache_get_query_positions", Method<&Step::QueryPositions>()},
-    {"vm.builtin.attention_kv_cache_attention_with_fused_qkv",
-     Method<&Attention::AttendFused>(/*num_optional=*/1)},
-    {"vm.builtin.attention_kv_cache_attention_with_shared_kv",
-     Method<&Attention::AttendShared>(/*num_optional=*/1)},
-    {"vm.builtin.attention_kv_cache_self_attention", Method<&Attention::SelfAttend>()},
-    {"vm.builtin.attention_kv_cache_cross_attention", Method<&Attention::CrossAttend>()},
     {"vm.builtin.attention_kv_cache_merge_attn_output_inplace", Method<&Attention::Merge>()},
     {"vm.builtin.attention_kv_cache_debug_get_kv", Method<&DebugKV::Get>()},
     {"vm.builtin.attention_kv_cache_debug_get_kv_mla", Method<&DebugKV::GetMLA>()},
@@ -122,7 +117,6 @@ constexpr CacheName kOwnNames[] = {
     {"prefix_record", Method<&Prefixes::Record>()},
     {"prefix_record_step", Method<&Prefixes::RecordStep>()},
     {"prefix_length", Method<&Prefixes::NumRecorded>()},
-    {"cross_attention_to_positions", Method<&Attention::CrossAttendToList>()},
     {"index_top_k", Method<&Attention::ChooseTopK>()},
     {"stats", Method<&Inspector::Stats>()},
     {"describe", Method<&Inspector::Describe>()},
@@ -181,27 +175,14 @@ void OverrideStockNames() {
                  ffi::Function::FromPacked(CreatePositional));
   serve("vm.builtin.attention_kv_cache_append_mla_kv", ffi::Function::FromPacked(AppendMLAKV));
   for (const auto& [name, method] : kStockNames) serve(name, ToFunction(method));
-}
-
-/*!
- * \brief A method whose last argument is learned sinks, as a function that takes them second to
- * last and requires them: Relax passes the output last.
- */
-template <auto kAttend>
-ffi::Function WithSinks() {
-  static constexpr CacheMethod kMethod = Method<kAttend>();
-  return ffi::Function::FromPacked(
-      [attend = ToFunction(kMethod)](ffi::PackedArgs args, ffi::Any* result) {
-        if (args.size() != kMethod.num_args)
-          return attend.CallPacked(args, result);            // which refuses
-        std::array<ffi::AnyView, kMethod.num_args> swapped;  // a step allocates nothing
-        for (int i = 0; i < args.size(); ++i) swapped[i] = args[i];
-        std::swap(swapped[kMethod.num_args - 2], swapped.back());
-        if (swapped.back() == nullptr) {
-          throw ffi::Error(kTypeError, "sink_logits must be a tensor, got None", "");
-        }
-        attend.CallPacked(ffi::PackedArgs(swapped.data(), args.size()), result);
-      });
+  serve("vm.builtin.attention_kv_cache_attention_with_fused_qkv",
+        WithSinksInEitherOrder(Method<&Attention::AttendFused>(), /*num_outputs=*/1));
+  serve("vm.builtin.attention_kv_cache_attention_with_shared_kv",
+        WithSinksInEitherOrder(Method<&Attention::AttendShared>(), /*num_outputs=*/1));
+  serve("vm.builtin.attention_kv_cache_self_attention",
+        WithSinksInEitherOrder(Method<&Attention::SelfAttend>(), /*num_outputs=*/2));
+  serve("vm.builtin.attention_kv_cache_cross_attention",
+        WithSinksInEitherOrder(Method<&Attention::CrossAttend>(), /*num_outputs=*/2));
 }
 
 /*!
@@ -256,9 +237,15 @@ void DefineOwnNames() {
   for (const auto& [name, method] : kTierNames) define(name, ToFunction(method));
   define("recurrent", WithOutputLast<&Recurrence::Update>());
   define("conv", WithOutputLast<&Recurrence::Convolve>());
-  define("attention_to_positions", WithOutputLast<&Attention::AttendToList>());
-  define("attention_with_sinks", WithSinks<&Attention::AttendFused>());
-  define("attention_with_shared_kv_and_sinks", WithSinks<&Attention::AttendShared>());
+  define("attention_to_positions",
+         WithSinksInEitherOrder(Method<&Attention::AttendToList>(), /*num_outputs=*/1));
+  define("cross_attention_to_positions",
+         WithSinksInEitherOrder(Method<&Attention::CrossAttendToList>(), /*num_outputs=*/2));
+  define("attention_with_sinks", WithSinksInEitherOrder(Method<&Attention::AttendFused>(),
+                                                        /*num_outputs=*/1, SinkNeed::kRequired));
+  define("attention_with_shared_kv_and_sinks",
+         WithSinksInEitherOrder(Method<&Attention::AttendShared>(), /*num_outputs=*/1,
+                                SinkNeed::kRequired));
   define("release_receive", FromDeferred(&KVReceiver::Release));
   define("drop_send_handler", FromDeferred(&KVSender::DropHandler));
   define("copy_regions",

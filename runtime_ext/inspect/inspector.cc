@@ -163,6 +163,7 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"rope_theta", config.rope_theta},
           {"rope_scale", config.rope_scale},
           {"kernel_set", config.kernel_set},
+          {"sink_logits", config.has_sink_logits},
           {"kv_dtype", ffi::String(config.kv_dtype())},
           {"row_dtype", ffi::DLDataTypeToString(storage().RowDtype(config))},
           {"is_quantized", config.codec.has_value()},

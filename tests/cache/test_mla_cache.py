@@ -51,6 +51,30 @@ def test_every_way_through_a_step(kernels, aux_manager):
     pair.check_rows()
 
 
+def test_learned_sinks():
+    kernels = compiled_kernels("float32", sink_logits=True)
+    layers = [{**MLA_LAYER, "sink_logits": True}] * NUM_LAYERS
+    sinks = np.array([0.5, -np.inf, 3.0, -2.0], "f4")
+    pair = MLAPair(make_mla_cache(kernels, layers=layers), sinks=sinks)
+    pair.add(0, 1)
+    pair.step([0, 1], [5, 9], "prefill")
+    pair.step([0, 1], [1, 1], "decode")
+    pair.step([1, 0], [1, 3], "extend")
+    pair.sinks = None
+    pair.step([0, 1], [1, 1], "decode")
+    pair.check_rows()
+
+
+def test_layers_without_learned_sinks_refuse_them():
+    cache = make_mla_cache()
+    cache.add_sequence(0)
+    q, sinks = np.zeros((1, HEADS, CKV + KPE), "f4"), np.zeros(HEADS, "f4")
+    with permissive_step(cache, [0], [1]):
+        cache.append_mla_kv(0, np.zeros((1, CKV + KPE), "f4"))
+        with pytest.raises(ValueError, match="an MLA layer needs sink_logits=True"):
+            cache.cross_attention(0, q, sink_logits=sinks)
+
+
 @pytest.mark.parametrize("kernels", ["numpy", "float32"])
 def test_forks_pops_and_copies(kernels):
     own = {} if kernels == "numpy" else compiled_kernels("float32")

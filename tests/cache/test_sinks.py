@@ -31,7 +31,14 @@ from ..relax.test_frontend import (
 from ..support.attention_cases import compiled, normal, tensor
 from ..support.fast_compilation import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import LAYER, make_cache, poison, shuffle, snapshot
+from ..support.python_kernels import (
+    LAYER,
+    make_cache,
+    poison,
+    share_every_prefix,
+    shuffle,
+    snapshot,
+)
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
@@ -104,10 +111,10 @@ def test_over_numpy_kernels(seed):
     "dtype, layer, softcap",
     [
         (F32, pkv.LayerSpec(), None),
-        (BF16, pkv.LayerSpec("mha_sliding", 4), None),
-        (F16, pkv.LayerSpec(), 2.0),
+        (BF16, pkv.LayerSpec("mha_sliding", 4, sink_logits=True), None),
+        (F16, pkv.LayerSpec(sink_logits=True), 2.0),
     ],
-    ids=["f32", "bf16-window", "f16-softcap"],
+    ids=["f32-pass", "bf16-window", "f16-softcap"],
 )
 @parametrize_seed
 def test_over_compiled_kernels(dtype, layer, softcap, seed):
@@ -126,6 +133,44 @@ def test_over_compiled_kernels(dtype, layer, softcap, seed):
     )
     fields = {"windows": [layer.window], "softcap": softcap}
     _check(pkv.create(config), (6, 2), 40, dtype, seed, **fields)
+    _check_parts(pkv.create(config), dtype, seed, **fields)
+
+
+def _check_parts(cache: pkv.KVCache, dtype: str, seed: int, **fields) -> None:
+    """Sinks in either part of a step, with shared pages and branching trees among the steps."""
+    expected = reference.ReferenceCache(1, dtype, mode="none", **fields)
+    rng = np.random.default_rng(seed)
+    sinks = rng.standard_normal(6).astype(F32)
+    share_every_prefix(cache)
+    for each in (cache, expected):
+        each.add_sequence(0)
+    parents = [-1, 0, 0, 2]
+
+    def step(seq_ids, lengths, parts, trees=()):
+        qkv = normal(rng, (sum(lengths), 10, 40), dtype)
+        if trees:
+            expected.grow_trees(seq_ids, lengths, parents * len(seq_ids))
+        want = expected.attention(0, seq_ids, lengths, qkv, 2, 40**-0.5, sinks)
+        tree = {"token_tree_parents": parents * len(seq_ids)} if trees else {}
+        with cache.forward(seq_ids, lengths, **tree):
+            if not parts:
+                found = cache.attention(0, qkv, sink_logits=sinks), None
+            else:
+                q, k, v = np.split(qkv, [6, 8], axis=1)
+                own, past = (sinks if name in parts else None for name in ("own", "past"))
+                found = cache.self_attention(0, q, k, v, sink_logits=own)
+                other = cache.cross_attention(0, q, sink_logits=past)
+                found = cache.merge_attention(*found, *other)
+        reference.assert_close(found[0].numpy(), want[0], dtype, f"{parts}")
+
+    step([0], [9], ("own",))
+    for child in (1, 2, 3):
+        cache.fork_sequence(0, child)
+        expected.fork_sequence(0, child)
+    step([0, 1, 2, 3], [1, 1, 1, 1], ())
+    step([0, 1, 2, 3], [1, 3, 1, 2], ("past",))
+    step([0, 2], [4, 4], (), trees=True)
+    poison(cache)
 
 
 @parametrize_seed
@@ -169,24 +214,48 @@ def test_sinks_are_checked_before_anything_is_written(sinks, message):
             )
 
 
-def test_global_functions_take_them_last_and_do_without():
+def test_global_functions_take_them_on_either_side_of_the_output():
     cache = make_cache(layers=[LAYER])
     cache.add_sequence(0)
     attention = tvm.get_global_func("vm.builtin.attention_kv_cache_attention_with_fused_qkv")
     qkv = np.random.default_rng(0).standard_normal((1, 8, 8)).astype(F32)
     qkv, sinks = tvm.runtime.tensor(qkv), tvm.runtime.tensor(np.zeros(4, F32))
     strided = tvm_ffi.from_dlpack(np.zeros(8, F32)[::2])
+    others = ((), (strided,)), ((sinks,), ()), ((strided,), ())
     with cache.forward([0], [1]):
         outputs = []
-        for more in ((), (None,), (sinks,), (strided,)):
+        for before, after in (((), ()), ((), (None,)), ((None,), ()), ((), (sinks,)), *others):
             out = tvm.runtime.empty((1, 4, 8), F32)
-            attention(cache, 0, 1.0, qkv, out, *more)
+            attention(cache, 0, 1.0, qkv, *before, out, *after)
             outputs.append(out.numpy())
-        with pytest.raises(TypeError):
-            attention(cache, 0, 1.0, qkv, out, 1.0)
-    np.testing.assert_array_equal(outputs[0], outputs[1])
-    np.testing.assert_array_equal(outputs[2], outputs[3])
-    assert (np.abs(outputs[2]) < np.abs(outputs[0])).all()
+        for more in (1.0, out):
+            with pytest.raises((TypeError, ValueError), match="output o, of three|float"):
+                attention(cache, 0, 1.0, qkv, out, more)
+        with pytest.raises(ValueError, match=r"shapes \[4\] and \[4\]"):
+            attention(cache, 0, 1.0, qkv, sinks, sinks)
+    for with_none in outputs[1:3]:
+        np.testing.assert_array_equal(outputs[0], with_none)
+    for with_sinks in outputs[4:]:
+        np.testing.assert_array_equal(outputs[3], with_sinks)
+    assert (np.abs(outputs[3]) < np.abs(outputs[0])).all()
+
+
+def test_global_functions_of_parts_take_them_on_either_side_of_the_outputs():
+    cache = make_cache(layers=[LAYER])
+    cache.add_sequence(0)
+    rng = np.random.default_rng(0)
+    q, k, v = (tvm.runtime.tensor(normal(rng, (3, n, 8), F32)) for n in (4, 2, 2))
+    sinks = tvm.runtime.tensor(np.ones(4, F32))
+    attend = tvm.get_global_func("vm.builtin.attention_kv_cache_self_attention")
+    with cache.forward([0], [3]):
+        results = []
+        for before, after in (((), ()), ((sinks,), ()), ((), (sinks,))):
+            o, lse = tvm.runtime.empty((3, 4, 8), F32), tvm.runtime.empty((3, 4), F32)
+            attend(cache, 0, 1.0, q, k, v, *before, o, lse, *after)
+            results.append((o.numpy(), lse.numpy()))
+    for i in range(2):
+        np.testing.assert_array_equal(results[1][i], results[2][i])
+    assert (results[1][1] > results[0][1]).all()
 
 
 def test_a_cache_without_the_kernel_names_it():
@@ -208,8 +277,8 @@ class WithSinks(AttentionOnly):
         return out, shared, cache.attention_with_fused_qkv(1, qkv, NUM_QO_HEADS, SM_SCALE)
 
 
-def _compile(sinks: spec.Tensor) -> relax.VirtualMachine:
-    model = WithSinks(pkv.PagedKVCache, {"mode": 0})
+def _compile(sinks: spec.Tensor, **fields) -> relax.VirtualMachine:
+    model = WithSinks(pkv.PagedKVCache, {"mode": 0}, **fields)
     plain = {"param_mode": "none", "effect_mode": "none"}
     heads = {"qkv": NUM_QO_HEADS + 2 * NUM_KV_HEADS, "q": NUM_QO_HEADS}
     rows = {name: _rows(n) for name, n in (heads | {"k": NUM_KV_HEADS, "v": NUM_KV_HEADS}).items()}
@@ -225,8 +294,9 @@ def _compile(sinks: spec.Tensor) -> relax.VirtualMachine:
 
 @parametrize_seed
 def test_front_end(seed):
-    vm = _compile(spec.Tensor([NUM_QO_HEADS], F32))
+    vm = _compile(spec.Tensor([NUM_QO_HEADS], F32), sink_logits=True)
     cache = _create(vm)
+    assert all(layer["sink_logits"] for layer in cache.description["layers"])
     rng = np.random.default_rng(seed)
     sinks = rng.standard_normal(NUM_QO_HEADS).astype(F32)
     expected = reference.ReferenceCache(1, F32)

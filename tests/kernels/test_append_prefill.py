@@ -88,6 +88,7 @@ class FusedBatch(PagedBatch):
             self.lse,
             int(self.apply_rope),
             self.sm_scale,
+            *self.last_arguments(),
         )
         return pages.numpy()
 

@@ -109,6 +109,13 @@ def normal(rng, shape, dtype: str) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
+def sink_logits(num_heads: int) -> np.ndarray:
+    """Learned sinks that weigh something, none for some heads, and for others nothing else."""
+    sinks = np.linspace(-1.0, 4.0, num_heads, dtype=np.float32)
+    sinks[1::5], sinks[3::7] = -np.inf, 60.0
+    return sinks
+
+
 def page_dtype(spec: KernelSpec) -> str:
     """Type of the pages of the reference."""
     return spec.kv_dtype if spec.codec is None else "float32"
@@ -148,6 +155,8 @@ class AttentionCase:
         # With bfloat16 rows, K is rounded to pairs after its codes were multiplied with scales.
         is_rounded = self.spec.codec is not None and self.spec.dtype == "bfloat16"
         how = {"rounds_qk": self.is_inline or is_rounded}
+        if self.spec.sink_logits:
+            expected = reference.apply_sinks(*expected, sink_logits(self.spec.num_qo_heads))
         multiplies_codes = self.spec.codec and "float8" not in self.spec.kv_dtype
         has_dots = self.has_single_rows and any(
             getattr(self.spec.target, name, False) for name in ("has_byte_dot", "has_word_dot")
@@ -155,6 +164,11 @@ class AttentionCase:
         if multiplies_codes and has_dots:
             how["times"] = 8.0  # integers of 16 bits multiply codes: 2.3e-4 of the row was measured
         reference.assert_state_close(self.state(), expected, *dtypes, **how)
+
+    def last_arguments(self, window: int | None = None) -> list:
+        """The window and the sinks, for kernels that take them."""
+        sinks = [self.tensor(sink_logits(self.spec.num_qo_heads))] if self.spec.sink_logits else []
+        return ([] if window is None else [window]) + sinks
 
     def state(self):
         """Return the `(o, lse)` that the kernel wrote."""
@@ -237,7 +251,7 @@ class PagedBatch(Batch):
         """Run `decode`, or with a window `decode_sliding`; every sequence has one row."""
         kernel = compiled("decode" if window is None else "decode_sliding", self.spec, cpu)
         outputs = [self.o, self.lse, *self.scalars(causal=None, inline=inline)]
-        outputs += [] if window is None else [window]
+        outputs += self.last_arguments(window)
         pages = self.tensor(pool_of(self.spec, self.pages))
         kernel(self.tensor(self.q), pages, *self._table(), *outputs)
 
@@ -247,7 +261,7 @@ class PagedBatch(Batch):
         """Run `prefill`, or with a window `prefill_sliding`."""
         kernel = compiled("prefill" if window is None else "prefill_sliding", self.spec, cpu)
         outputs = [self.o, self.lse, *self.scalars(causal=causal, inline=inline)]
-        outputs += [] if window is None else [window]
+        outputs += self.last_arguments(window)
         q = (self.tensor(self.q), self.tensor(self.q_indptr))
         kernel(*q, self.tensor(pool_of(self.spec, self.pages)), *self._table(), *outputs)
 
@@ -289,7 +303,7 @@ class RaggedBatch(Batch):
         arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr)
         arrays = [self.tensor(x) for x in (*arrays, self.q_positions, self.k_offsets)]
         scalars = self.scalars(causal=causal, inline=inline)
-        scalars += [] if window is None else [window]
+        scalars += self.last_arguments(window)
         compiled(name, self.spec, cpu)(*arrays, self.o, self.lse, *scalars)
 
     @property

@@ -62,7 +62,7 @@ def listed_case(case: type) -> type:
             compiled("attend_listed", self.spec, cpu)(
                 *(self.tensor(self.q), self.tensor(self.q_indptr), pages),
                 *(self.tensor(x) for x in table),
-                *(self.o, self.lse, self.sm_scale),
+                *(self.o, self.lse, self.sm_scale, *self.last_arguments()),
             )
 
         def expected(self):

@@ -23,7 +23,13 @@ from .attention_cases import (
 
 
 def make_spec(
-    num_heads: int, dims, dtypes=("float32", "float32"), page: int = 16, original=(0, 0), cpu=None
+    num_heads: int,
+    dims,
+    dtypes=("float32", "float32"),
+    page: int = 16,
+    original=(0, 0),
+    cpu=None,
+    **fields,
 ) -> KernelSpec:
     """A spec of kind "mla"; `dims` are Dckv and Dkpe, `original` those before absorption."""
     ckv, kpe = dims
@@ -39,6 +45,7 @@ def make_spec(
         kind="mla",
         original_qk_head_dim=original[0],
         original_v_head_dim=original[1],
+        **fields,
     )
 
 
@@ -95,6 +102,7 @@ class LatentBatch(AttentionCase):
             self.lse,
             int(causal),
             self.sm_scale,
+            *self.last_arguments(),
         )
 
     def expected(self, causal: bool = True):

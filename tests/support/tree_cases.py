@@ -101,7 +101,7 @@ class PagedTrees(_Trees, PagedBatch):
         )
         outputs = (self.o, self.lse, *self.scalars(causal=None, inline=inline))
         tree = [self.tensor(self.order_indptr), self.tensor(self.order)]
-        tree += [] if window is None else [window]
+        tree += self.last_arguments(window)
         name = "tree_paged" if window is None else "tree_paged_sliding"
         compiled(name, self.spec, cpu)(*arrays, *outputs, *tree)
 
@@ -129,7 +129,7 @@ class RaggedTrees(_Trees, RaggedBatch):
         arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr, self.q_positions)
         arrays = [self.tensor(x) for x in (*arrays, self.order_indptr, self.order)]
         scalars = [*self.scalars(causal=None, inline=inline)]
-        scalars += [] if window is None else [window]
+        scalars += self.last_arguments(window)
         name = "tree" if window is None else "tree_sliding"
         compiled(name, self.spec, cpu)(*arrays, self.o, self.lse, *scalars)
 
@@ -160,6 +160,7 @@ class LatentTrees(_Trees, LatentBatch):
             self.sm_scale,
             self.tensor(self.order_indptr),
             self.tensor(self.order),
+            *self.last_arguments(),
         )
 
     def kv(self, b: int):

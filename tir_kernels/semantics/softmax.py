@@ -19,6 +19,18 @@ def inverse_total(total):
     return T.Select(total < T.float32(NO_SUM), T.float32(1), T.float32(1) / total)
 
 
+def with_sink(sink, top, total, arithmetic) -> tuple:
+    """Let a sink into the softmax of a row: its maximum, the factor of its sums, and its sum.
+
+    A sink joins the sum alone. `sink`, in the exp2 domain, may be -inf: none. One that is NaN or
+    +inf makes the sum NaN. `arithmetic` is `cpu.simd` or `cuda.scalars`.
+    """
+    sink, top = arithmetic.temp(sink, 1), arithmetic.temp(top, 1)
+    merged = arithmetic.temp(T.max(top, sink), 1)
+    factor = arithmetic.temp(arithmetic.exp2(top - merged, 1), 1)
+    return merged, factor, arithmetic.temp(total * factor + arithmetic.exp2(sink - merged, 1), 1)
+
+
 def log_sum(top, total):
     """Base-2 log of the sum of exponentials; -inf for a row that has seen nothing; NaN for NaN."""
     empty = T.reinterpret(F32, T.uint32(0xFF800000))

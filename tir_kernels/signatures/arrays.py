@@ -29,7 +29,9 @@ def match_int32(handle, *shape):
 
 
 def match_float32(handle, *shape):
-    """Match a float32 array, which may start at any element."""
+    """Match a float32 array, which may start at any element; None if the kernel has no such one."""
+    if handle is None:
+        return None
     return T.match_buffer(handle, shape, elem_offset=T.int64(), **F32)
 
 

@@ -28,6 +28,8 @@ lse                  ``[T, Hq]``           float32  base-2 log of the sum of exp
 causal               scalar                int32    0: rows see every column
 window               scalar                int32    positions that a row sees, its own included;
                                                     -n: rows see those of their chunk of n positions
+sink_logits          ``[Hq]``              float32  natural logits that join the softmax of all
+                                                    rows of a head; -inf: none
 rotary_mode          scalar                int32    1: rotate Q and K inside the kernel
 rope_scale, _theta   scalar                float32  those of the spec, where rotary_mode is 1
 sm_scale             scalar                float32  factor on the logits
@@ -102,6 +104,7 @@ class AttentionInputs:
     o: Any
     lse: Any
     sm_scale: Any
+    sink_logits: Any = None
     q_indptr: Any = None
     q_rope_position: Any = None
     k_rope_pos_offset: Any = None

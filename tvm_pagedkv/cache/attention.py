@@ -54,8 +54,8 @@ class CacheAttention(CacheInspection):
             Receives the result.
         sink_logits : float32 ``[num_qo_heads]``, optional
             Learned attention sinks: one logit per head, natural and unscaled, that joins the
-            softmax without a value. After `self_attention` or `cross_attention`, pass them to
-            `merge_attention` as a state with ``o = 0`` and ``lse = sink_logits * log2(e)``.
+            softmax without a value. Layers made with ``LayerSpec(sink_logits=True)`` take them
+            within attention, others in a pass after it.
         positions : int32 ``[T, width]``, optional
             The positions that each row attends to, in any order, in place of all up to its own:
             from 0 to its own position, or -1 for none. One that is listed twice counts twice. The
@@ -92,7 +92,14 @@ class CacheAttention(CacheInspection):
         return out
 
     def self_attention(
-        self, layer: int, q: Any, k: Any, v: Any, sm_scale: float | None = None
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        sm_scale: float | None = None,
+        *,
+        sink_logits: Any = None,
     ) -> AttentionState:
         """Attend causally among the rows of this step, and append K and V unrotated.
 
@@ -112,6 +119,9 @@ class CacheAttention(CacheInspection):
             ``[T, num_qo_heads, mla_original_v_head_dim]``.
         sm_scale : float, optional
             Factor on the logits; None: ``head_dim ** -0.5``, for MLA of the original head_dim.
+        sink_logits : float32 ``[num_qo_heads]``, optional
+            Learned attention sinks, as for `attention`. Of states that are merged, one may have
+            them. MLA layers need ``LayerSpec(sink_logits=True)``.
 
         Returns
         -------
@@ -128,12 +138,22 @@ class CacheAttention(CacheInspection):
         width = v.shape[-1] if self._is_mla(layer) else None
         o, lse = self._empty(layer, q.shape[0], width), self._empty_lse(layer, q.shape[0])
         global_function(CACHE + "self_attention")(
-            self, as_int("layer", layer), self._scale(layer, sm_scale), q, k, v, o, lse
+            self,
+            as_int("layer", layer),
+            self._scale(layer, sm_scale),
+            *(q, k, v, o, lse),
+            self._sink_logits(sink_logits),
         )
         return o, lse
 
     def cross_attention(
-        self, layer: int, q: Any, sm_scale: float | None = None, *, positions: Any = None
+        self,
+        layer: int,
+        q: Any,
+        sm_scale: float | None = None,
+        *,
+        positions: Any = None,
+        sink_logits: Any = None,
     ) -> AttentionState:
         """Attend to the positions that the cache held before this step.
 
@@ -153,13 +173,15 @@ class CacheAttention(CacheInspection):
             The positions that each row attends to, as for `attention`. They may be of this step,
             whose rows the layer must have appended; so a step of any kind calls `append_mla_kv` and
             `cross_attention`.
+        sink_logits : float32 ``[num_qo_heads]``, optional
+            Learned attention sinks, as for `self_attention`.
 
         Returns
         -------
         o : tvm tensor ``[T, num_qo_heads, v_head_dim]``, the cache's dtype
             0 for rows of a sequence that was empty.
         lse : tvm tensor float32 ``[T, num_qo_heads]``
-            Base-2 log-sum-exp of the logits; -inf for these rows.
+            Base-2 log-sum-exp of the logits; without sinks -inf for these rows.
 
         Raises
         ------
@@ -172,7 +194,8 @@ class CacheAttention(CacheInspection):
         if positions is not None:
             call = global_function("pagedkv.cross_attention_to_positions")
             lists = [self._tensor("positions", positions)]
-        call(self, as_int("layer", layer), self._scale(layer, sm_scale), q, *lists, o, lse)
+        sinks = self._sink_logits(sink_logits)
+        call(self, as_int("layer", layer), self._scale(layer, sm_scale), q, *lists, o, lse, sinks)
         return o, lse
 
     def merge_attention(self, o: Any, lse: Any, o_other: Any, lse_other: Any) -> AttentionState:

@@ -79,6 +79,7 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
         original_v_head_dim=layer.mla_original_v_head_dim or 0,
         lists=layer.lists,
+        sink_logits=layer.sink_logits,
     )
 
 

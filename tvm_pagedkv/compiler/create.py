@@ -179,6 +179,7 @@ def _layer_map(
         "kv_dtype": layer.kv_dtype,
         **codec_map(layer, config.page_size),
         **_original_dims(layer),
+        **({"sink_logits": True} if layer.sink_logits else {}),
     }
 
 

@@ -15,6 +15,7 @@ from .rope_config import RopeConfig
 WINDOW_KINDS = ("mha_sliding", "mha_chunked")
 MHA_KINDS = ("mha", *WINDOW_KINDS)
 LIST_KINDS = ("mha", "mla")  # whose rows can attend to lists
+ATTENTION_KINDS = (*MHA_KINDS, "mla")
 LATENT_KINDS = ("mla", "index")  # with one row per position
 KV_KINDS = (*MHA_KINDS, *LATENT_KINDS)  # layers that keep K and V, or keys alone
 LAYER_KINDS = (*KV_KINDS, "linear", "recurrent", "conv")
@@ -50,6 +51,10 @@ class LayerSpec:
     lists : bool
         Whether rows can attend to lists of positions, `KVCache.attention` with `positions`. For
         "mha" and "mla".
+    sink_logits : bool
+        Whether the layer has learned sinks: its attention kernels take the `sink_logits` of
+        `KVCache.attention` then. Without it, sinks are a pass after attention, and impossible for
+        "mla".
     recurrent : RecurrentConfig, optional
         The state of a "recurrent" layer.
     conv : ConvConfig, optional
@@ -75,6 +80,7 @@ class LayerSpec:
     recurrent: RecurrentConfig | None = None
     conv: ConvConfig | None = None
     lists: bool = False
+    sink_logits: bool = False
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -97,6 +103,12 @@ class LayerSpec:
             raise TypeError(f"layer.lists must be a bool, got {self.lists!r}")
         if self.lists and self.kind not in LIST_KINDS:
             raise ValueError(f"layer.lists is for kinds 'mha' and 'mla', not {self.kind!r}")
+        if not isinstance(self.sink_logits, bool):
+            raise TypeError(f"layer.sink_logits must be a bool, got {self.sink_logits!r}")
+        if self.sink_logits and self.kind not in ATTENTION_KINDS:
+            raise ValueError(
+                f"layer.sink_logits is for kinds {', '.join(ATTENTION_KINDS)}, not {self.kind!r}"
+            )
         self._check_original_dims()
         self._check_states()
 

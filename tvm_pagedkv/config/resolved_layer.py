@@ -40,6 +40,7 @@ class ResolvedLayer:
     recurrent: RecurrentConfig | None = None
     conv: ConvConfig | None = None
     lists: bool = False
+    sink_logits: bool = False
 
     @property
     def keeps_kv(self) -> bool:
@@ -110,6 +111,7 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
         recurrent=layer.recurrent,
         conv=layer.conv,
         lists=layer.lists,
+        sink_logits=layer.sink_logits,
         **said,
     )
     _check_codec(index, resolved)

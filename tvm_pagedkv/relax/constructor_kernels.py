@@ -162,7 +162,7 @@ class ConstructorKernels:
     def _named(self) -> list[relax.Expr]:
         """Return what has no position in the constructor: names with kernels, page types, CPU."""
         specs = {}
-        if self.mha:
+        if self.mha and not self.mha.sink_logits:
             specs["apply_sinks"] = self.mha
         if "mha" in self.kinds:
             specs["prefill_shared"] = self.mha
@@ -178,6 +178,8 @@ class ConstructorKernels:
         if (self.mha or self.mla).lists:  # whose pages are alike
             specs["attend_listed"] = self.mha or self.mla
         values = {name: self._function(name, spec) for name, spec in specs.items()}
+        if (self.mha or self.mla).sink_logits:  # whose kernels take them
+            values["sink_logits"] = relax.prim_value(1)
         ropes = [("rope", rope.expression(self._function)) for rope in self.layer_ropes]
         return [
             each

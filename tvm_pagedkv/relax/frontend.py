@@ -112,6 +112,8 @@ class PagedKVCache(PagedKVCacheObject):
     lists : bool
         Whether rows of "mha" and "mla" layers can attend to lists of positions, as for `LayerSpec`;
         in models whose layers have pages of one shape.
+    sink_logits : bool
+        Whether all attention layers have learned sinks, as for `LayerSpec`.
     runtime : {"pagedkv", "stock"}
         "stock" emits a cache that TVM's own runtime object can run as well.
 
@@ -164,6 +166,7 @@ class PagedKVCache(PagedKVCacheObject):
         layer_ropes: Sequence[RopeConfig] | None = None,
         kv_dtype: str | None = None,
         lists: bool = False,
+        sink_logits: bool = False,
         runtime: str = "pagedkv",
     ) -> None:
         if runtime not in MODEL_CONSTRUCTORS:
@@ -195,6 +198,8 @@ class PagedKVCache(PagedKVCacheObject):
                 "lists need runtime 'pagedkv', and layers whose pages have one shape: not 'mla' "
                 f"layers beside others; got runtime {runtime!r} and kinds {sorted(set(kinds))}"
             )
+        if sink_logits and runtime == "stock":
+            raise ValueError("sink_logits need runtime 'pagedkv': the stock runtime has none")
         if is_cuda(target):
             arch_of(target)
             if runtime == "stock":
@@ -227,6 +232,7 @@ class PagedKVCache(PagedKVCacheObject):
                     mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
                     rope=own,
                     lists=lists and kind in ("mha", "mla"),
+                    sink_logits=sink_logits and kind != "linear",
                 )
                 for kind, own in zip(kinds, ropes, strict=True)
             ],

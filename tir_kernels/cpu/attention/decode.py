@@ -52,7 +52,7 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
     schedule = PageSchedule(replace(spec, page_size=page_size), a.page_indptr, batch_size)
     schedule.begin()
     states = PartialStates(spec, schedule.num_splits, max_local_heads(spec) * group)
-    output = Output(spec, a.o, a.lse)
+    output = Output(spec, a)
     queue = Queue()
     queue.begin()
     ops.begin([a.q, *arrays_of(a.pages)])
@@ -135,7 +135,9 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     ops = single_row_operands(spec)
 
-    @prim_func(absent=() if has_window else ("window",))
+    absent = spec.without_sinks | (set() if has_window else {"window"})
+
+    @prim_func(absent=absent)
     def decode(
         q: T.handle,
         pages: T.handle,
@@ -151,6 +153,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
         rope_theta: T.float32,
         sm_scale: T.float32,
         window: T.int32,
+        sink_logits: T.handle,
     ):
         """Attention of one query row per sequence over its pages; `signatures.inputs` has the rest.
 
@@ -179,6 +182,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
                 rope_theta=rope_theta,
                 sm_scale=sm_scale,
                 window=window,
+                sink_logits=match_float32(sink_logits, num_heads),
                 length_form=lengths,
             )
         )

@@ -115,7 +115,7 @@ def attend_listed(spec: KernelSpec):
     ops = operands(spec, spec.kv_dtype) if is_latent else single_row_operands(spec)
     has_hadamard = spec.codec is not None and spec.codec.has_hadamard
 
-    @prim_func
+    @prim_func(absent=spec.without_sinks)
     def attend_listed(
         q: T.handle,
         q_indptr: T.handle,
@@ -127,6 +127,7 @@ def attend_listed(spec: KernelSpec):
         o: T.handle,
         lse: T.handle,
         sm_scale: T.float32,
+        sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         batch_size, num_rows, num_pages, num_entries, width = sizes(5)
@@ -142,6 +143,7 @@ def attend_listed(spec: KernelSpec):
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
                 sm_scale=sm_scale,
+                sink_logits=match_float32(sink_logits, num_heads),
                 mask=CausalMask(1),
             )
         )

@@ -126,21 +126,21 @@ def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     """
     if mask.has_window:
         raise ValueError(f"MLA layers have no window, but {mask.__name__} has one")
-    return _mla_prefill(spec, ("tree_order_indptr", "tree_order"), mask)
+    return _mla_prefill(spec, {"tree_order_indptr", "tree_order"}, mask)
 
 
 def mla_tree(spec: KernelSpec):
     """Build the kernel `mla_tree`: new nodes of token trees see their ancestors and themselves."""
-    return _mla_prefill(spec, ("causal",), CausalMask)
+    return _mla_prefill(spec, {"causal"}, CausalMask)
 
 
-def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
+def _mla_prefill(spec: KernelSpec, absent: set[str], mask_class: type):
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
     ops = operands(spec, spec.kv_dtype)
 
-    @prim_func(absent=absent)
+    @prim_func(absent=absent | spec.without_sinks)
     def mla_prefill(
         q: T.handle,
         q_indptr: T.handle,
@@ -154,6 +154,7 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
         sm_scale: T.float32,
         tree_order_indptr: T.handle,
         tree_order: T.handle,
+        sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         batch_size, num_rows, num_pages, num_entries, num_nodes = sizes(5)
@@ -171,6 +172,7 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
                 sm_scale=sm_scale,
                 tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
                 tree_order=match_int32(tree_order, num_nodes, 2),
+                sink_logits=match_float32(sink_logits, num_heads),
                 mask=mask_class(T.int32(1) if causal is None else causal),
             )
         )

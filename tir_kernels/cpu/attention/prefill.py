@@ -209,7 +209,7 @@ def paged(
     ops = operands(spec, spec.kv_dtype)
     single_ops = single_row_operands(spec, ops) if has_singles else None
 
-    @prim_func(absent=absent)
+    @prim_func(absent=absent | spec.without_sinks)
     def prefill(
         qkv: T.handle,
         q: T.handle,
@@ -233,6 +233,7 @@ def paged(
         tree_order_indptr: T.handle,
         tree_order: T.handle,
         window: T.int32,
+        sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         batch_size, num_rows, num_pages, num_entries, num_lengths, num_nodes = sizes(6)
@@ -261,6 +262,7 @@ def paged(
                 tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
                 tree_order=match_int32(tree_order, num_nodes, 2),
                 window=window,
+                sink_logits=match_float32(sink_logits, num_heads),
                 length_form=lengths,
             )
         )
@@ -283,7 +285,7 @@ def ragged(spec: KernelSpec, absent: set[str]):
     match_rows = row_matcher(spec)
     ops = operands(spec, spec.dtype)
 
-    @prim_func(absent=absent)
+    @prim_func(absent=absent | spec.without_sinks)
     def prefill_ragged(
         q: T.handle,
         q_indptr: T.handle,
@@ -302,6 +304,7 @@ def ragged(spec: KernelSpec, absent: set[str]):
         rope_theta: T.float32,
         sm_scale: T.float32,
         window: T.int32,
+        sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         num_starts, num_rows, num_columns, num_nodes = sizes(4)
@@ -325,6 +328,7 @@ def ragged(spec: KernelSpec, absent: set[str]):
                 rope_theta=rope_theta,
                 sm_scale=sm_scale,
                 window=window,
+                sink_logits=match_float32(sink_logits, num_heads),
             )
         )
         ready = T.meta_var(described(spec, a))

@@ -27,7 +27,7 @@ class Singles:
     """
 
     def __init__(self, spec: KernelSpec, ops, a):
-        self.spec, self.a, self.output = spec, a, Output(spec, a.o, a.lse)
+        self.spec, self.a, self.output = spec, a, Output(spec, a)
         self.ops = ops
 
     def has(self, sequence):

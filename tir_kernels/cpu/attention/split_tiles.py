@@ -75,7 +75,7 @@ def attend(
                 KvTile(spec, ops, rows),
             )
             softmax, sums = LaneSoftmax(spec, ops, max_rows), sums_of(spec, ops, max_rows)
-            blocks, output = RowBlocks(spec, ops), Output(spec, a.o, a.lse, merges=merges)
+            blocks, output = RowBlocks(spec, ops), Output(spec, a, merges=merges)
             if mask is not None:
                 seen = LaneMask(mask, max_rows, ops.lanes)
 
@@ -145,7 +145,7 @@ def attend(
             ops.end_task()
     if splits.num_tasks > 1:
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
-            tile, output = tiles(spec, a), Output(spec, a.o, a.lse, merges=merges)
+            tile, output = tiles(spec, a), Output(spec, a, merges=merges)
             cut_tile = CutTile(splits)
             cut_tile.merge(task, tile, states, output)
     states.free()

@@ -5,11 +5,12 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...semantics.partial_states import MergedLse
-from ...semantics.softmax import inverse_total, log_sum
-from ...spec import KernelSpec
+from ...semantics.softmax import NOTHING_SEEN, inverse_total, log_sum, with_sink
+from ...signatures.inputs import AttentionInputs
+from ...spec import LOG2E, KernelSpec
 from .. import simd
 from ..blend import weighted
-from ..simd import broadcast, constant, load, store
+from ..simd import broadcast, load, store
 
 
 @T.meta_class
@@ -19,17 +20,29 @@ class Output:
     Parameters
     ----------
     spec : KernelSpec
-    o, lse : Buffers
-        The arguments of the kernel.
+    a : AttentionInputs
+        Whose `o` and `lse` they are; `sink_logits`, if there are any, join the softmax of each row.
     merges : bool
         Whether results are merged with what the rows hold, instead of replacing it.
     """
 
-    def __init__(self, spec: KernelSpec, o, lse, *, merges: bool = False):
-        self.spec, self.o, self.lse, self.merges = spec, o, lse, merges
+    def __init__(self, spec: KernelSpec, a: AttentionInputs, *, merges: bool = False):
+        self.spec, self.o, self.lse, self.merges = spec, a.o, a.lse, merges
+        self.sink_logits = a.sink_logits
         if merges:
             self.old_weight = T.local_scalar("float32")
             self.new_weight = T.local_scalar("float32")
+
+    def normalizer(self, head, row_max, row_sum) -> tuple:
+        """Return the factor of a row's sums and the log of its sum, its sink logit included.
+
+        `row_max` is the maximum of its scores, which are in the exp2 domain.
+        """
+        if self.sink_logits is None:
+            return inverse_total(row_sum), log_sum(row_max, row_sum)
+        sink = self.sink_logits[head] * T.float32(LOG2E)
+        top, factor, total = with_sink(sink, row_max, row_sum, simd)
+        return simd.temp(factor * inverse_total(total), 1), log_sum(top, total)
 
     @inline
     def put_lse(self, token, head, value):
@@ -53,21 +66,27 @@ class Output:
 
     @inline
     def finish(self, token, head, sums, row, row_max, row_sum):
-        """Divide row `row` of `sums` by the sum of its weights, and store it.
-
-        `row_max` is the maximum of its scores, which are in the exp2 domain.
-        """
+        """Divide row `row` of `sums` by the sum of its weights, and store it."""
         total = row_sum
-        inverse = inverse_total(total)
+        factor, log = T.meta_var(self.normalizer(head, row_max, total))
+        inverse = factor
         if self.merges:
-            self.put_lse(token, head, log_sum(row_max, total))
+            self.put_lse(token, head, log)
         quotient = T.meta_var(lambda c, n: load(sums, (row, c), n) * broadcast(inverse, n))
         self.put_row(token, head, 0, self.spec.v_head_dim, quotient)
         if not self.merges:
-            self.put_lse(token, head, log_sum(row_max, total))
+            self.put_lse(token, head, log)
 
     @inline
     def clear(self, token, head):
         """Store the result of a row that sees nothing."""
-        self.put_row(token, head, 0, self.spec.v_head_dim, lambda c, n: constant(0.0, n))
-        self.put_lse(token, head, log_sum(T.float32(0), T.float32(0)))
+        zero, log = T.meta_var(self._nothing(head))
+        self.put_row(token, head, 0, self.spec.v_head_dim, lambda c, n: broadcast(zero, n))
+        self.put_lse(token, head, log)
+
+    def _nothing(self, head) -> tuple:
+        """Return the elements of such a row, NaN with a sink that is NaN or +inf, and its log."""
+        if self.sink_logits is None:
+            return T.float32(0), log_sum(T.float32(0), T.float32(0))
+        factor, log = self.normalizer(head, T.float32(NOTHING_SEEN), T.float32(0))
+        return simd.temp(T.Select(factor >= T.float32(0), T.float32(0), factor), 1), log

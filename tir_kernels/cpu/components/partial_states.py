@@ -7,7 +7,7 @@ from tvm.ir import PointerType, PrimType
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.softmax import NOTHING_SEEN, inverse_total, log_sum
+from ...semantics.softmax import NOTHING_SEEN
 from ...spec import KernelSpec
 from ..simd import F32, broadcast, constant, exp2, load, store_row
 
@@ -115,8 +115,9 @@ class PartialStates:
             factor = exp2(states[slot(i), _TOP, row] - top, 1)
             states[slot(i), _TOP, row] = factor
             total += factor * states[slot(i), _TOTAL, row]
-        output.put_lse(token, head, log_sum(top, total))
-        inverse = inverse_total(total)
+        factor, log = T.meta_var(output.normalizer(head, top, total))
+        output.put_lse(token, head, log)
+        inverse = factor
 
         @inline
         def merge_columns(first, width):

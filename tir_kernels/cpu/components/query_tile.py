@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.softmax import inverse_total, log_sum
 from ...spec import LOG2E, KernelSpec
 from ..simd import (
     F32,
@@ -97,7 +96,7 @@ class QueryTile:
     def __init__(self, spec: KernelSpec, ops, a, tiles: ColumnTiles, softmax, bias=None):
         self.spec, self.ops, self.a, self.tiles = spec, ops, a, tiles
         self.softmax, self.bias = softmax, bias
-        self.output = Output(spec, a.o, a.lse)
+        self.output = Output(spec, a)
         # Rows that are rotated back first are stored at the end.
         self.stores_early = not a.rope.restores
         self.group, self.lanes = spec.group_size, spec.target.lanes
@@ -152,9 +151,12 @@ class QueryTile:
     @inline
     def locate(self, row):
         """Find the token and the query head of a row; rows past the end repeat the last one."""
-        source = T.min(row, self.num_rows - 1)
+        source = self._source(row)
         self.token = self.first_token + source // self.group
         self.query_head = self.head * self.group + source % self.group
+
+    def _source(self, row):
+        return T.min(row, self.num_rows - 1)
 
     @inline
     def pack(self, part: TilePart, last_position=None):
@@ -215,14 +217,17 @@ class QueryTile:
                     for i in range(self.block_rows):
                         row = j * self.block_rows + i
                         total = self.softmax.row_sum[self.softmax.index(part.block + j, i)]
-                        self.inverse[row] = inverse_total(total)
-                        self._store_lse(part.first_row + row, total)
+                        self._normalize(row, part.first_row + row, total)
 
     @inline
-    def _store_lse(self, row, total):
-        self.locate(row)
-        top = T.meta_var(self.softmax.row_max[self.state(row)])
-        self.output.put_lse(self.token, self.query_head, log_sum(top, total))
+    def _normalize(self, row, tile_row, total):
+        """Store LSE of a row of the tile, and keep the factor of its sums."""
+        head = T.meta_var(self.head * self.group + self._source(tile_row) % self.group)
+        top = T.meta_var(self.softmax.row_max[self.state(tile_row)])
+        factor, log = T.meta_var(self.output.normalizer(head, top, total))
+        self.inverse[row] = factor
+        self.locate(tile_row)
+        self.output.put_lse(self.token, self.query_head, log)
 
     def state(self, row):
         """Index of a row in the arrays of the softmax."""

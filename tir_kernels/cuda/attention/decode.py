@@ -26,7 +26,7 @@ from ..components.inline_rope import InlineRope
 from ..components.kv_rows import as_int64, paged_rows, with_page_views
 from ..components.logits import Logits
 from ..components.page_schedule import PageSchedule
-from ..components.partial_states import MERGE_BLOCK_SIZE, MERGED_ROWS, RUN, BlockStates
+from ..components.partial_states import MERGE_BLOCK_SIZE, MERGED_ROWS, RUN, BlockStates, sink_of
 from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..components.softmax import ROW_LANES, OnlineSoftmax, products_of
 from ..components.visible_columns import VisibleColumns
@@ -65,7 +65,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     (*roomy, tiling), code_tiling = DecodeTiling.choices(spec), code_tiling_of(spec)
 
-    @prim_func(absent=absent)
+    @prim_func(absent=spec.without_sinks.union(absent))
     def decode(
         q: T.handle,
         pages: T.handle,
@@ -81,6 +81,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
         rope_theta: T.float32,
         sm_scale: T.float32,
         window: T.int32,
+        sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         batch_size, num_pages, num_entries, num_lengths = sizes(4)
@@ -101,6 +102,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                 rope_theta=rope_theta,
                 sm_scale=sm_scale,
                 window=window,
+                sink_logits=match_float32(sink_logits, num_heads),
                 length_form=lengths,
             )
         )
@@ -158,8 +160,9 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                         head = first_row + row
                         v_column = v_slice * tiling.columns + column
                         if row < tiling.rows and head < group_size and v_column < v_dim:
-                            groups.merge(row, column)
                             o_row = T.meta_var((groups.sequence, groups.head * group_size + head))
+                            sink = T.meta_var(sink_of(a, o_row, groups.is_whole != 0))
+                            groups.merge(row, column, sink)
                             if groups.is_whole != 0:
                                 store_floats(a.o, (*o_row, v_column), Registers.of(groups.o))
                                 if v_column == 0:

@@ -80,7 +80,7 @@ def over_pages(
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     tilings = Tiling.choices(spec, spec.kv_dtype, max_rows)
 
-    @prim_func(absent=absent)
+    @prim_func(absent=spec.without_sinks.union(absent))
     def prefill(
         q: T.handle,
         q_indptr: T.handle,
@@ -100,6 +100,7 @@ def over_pages(
         tree_order_indptr: T.handle,
         tree_order: T.handle,
         window: T.int32,
+        sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         batch_size, num_rows, num_pages, num_entries, num_lengths, num_nodes = sizes(6)
@@ -124,6 +125,7 @@ def over_pages(
                 tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
                 tree_order=match_int32(tree_order, num_nodes, 2),
                 window=window,
+                sink_logits=match_float32(sink_logits, num_heads),
                 length_form=lengths,
                 mask=None if mask is None else mask(causal),
             )
@@ -160,7 +162,7 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
     match_rows = row_matcher(spec)
     tiling = Tiling.of(spec, spec.dtype, max_rows)
 
-    @prim_func(absent=absent)
+    @prim_func(absent=spec.without_sinks.union(absent))
     def prefill_ragged(
         q: T.handle,
         q_indptr: T.handle,
@@ -179,6 +181,7 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
         rope_theta: T.float32,
         sm_scale: T.float32,
         window: T.int32,
+        sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         num_starts, num_rows, num_columns, num_nodes = sizes(4)
@@ -202,6 +205,7 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
                 rope_theta=rope_theta,
                 sm_scale=sm_scale,
                 window=window,
+                sink_logits=match_float32(sink_logits, num_heads),
             )
         )
         attend(spec, a, batch_of_ragged(spec, a), tiling)

@@ -22,6 +22,7 @@ from ..components.inline_rope import InlineRope
 from ..components.logits import Logits
 from ..components.mask import TileMask
 from ..components.non_finite_v import NonFiniteGuard
+from ..components.partial_states import sink_of
 from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..components.query_rows import QueryRows
 from ..components.softmax import OnlineSoftmax, products_of
@@ -159,7 +160,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                             sync_block()  # others may still read the last tile
                         memory.load()
                         i += 1
-                    softmax.finish()
+                    softmax.finish(lambda h: sink_of(a, rows.index(rows.own(h)), work.is_whole))
                     scales.finish(softmax.output)
                     rotate_accumulators(softmax.output, o_blocks, rows.lane)
                     output.prepare(softmax)

@@ -67,13 +67,17 @@ class GroupStates:
         self.slot = slot
 
     @inline
-    def merge(self, row, column):
-        """Merge a run of a row, from a column on."""
+    def merge(self, row, column, sink=None):
+        """Merge a run of a row, from a column on, and a sink as `partial_states.sink_of` has it."""
         top = T.float32(LOWEST)
+        if sink is not None:
+            top = T.max(top, sink)
         for i in T.unroll(self.count):
             self.weights[i] = self.tiles.load_float(i, row, self.columns)
             top = T.max(top, self.weights[i])
         total = T.float32(0)
+        if sink is not None:
+            total = exp2(sink - top)
         for i in T.unroll(self.count):
             self.weights[i] = exp2(self.weights[i] - top)
             total += self.weights[i]

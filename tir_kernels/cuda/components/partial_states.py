@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...spec import KernelSpec
+from ...spec import LOG2E, KernelSpec
 from ..elements import load_floats, store_floats
 from ..emit import F32, WARP, Registers
 from ..launcher import workspace
@@ -35,6 +35,27 @@ def lse_of(top, total):
     empty = T.reinterpret(F32, T.uint32(MINUS_INFINITY))
     lse = temp(T.if_then_else(is_empty, empty, top + log2(total)))
     return lse, temp(T.if_then_else(is_empty, T.float32(0), T.float32(1) / total))
+
+
+def sink_of(a, output: tuple, is_whole=True):
+    """The sink logit of a row of O, in the exp2 domain; None in kernels without sinks.
+
+    It is -inf, none, where the row is a partial state: the merge lets the sink in.
+    """
+    if a.sink_logits is None:
+        return None
+    none = T.reinterpret(F32, T.uint32(MINUS_INFINITY))
+    return temp(T.if_then_else(is_whole, a.sink_logits[output[-1]] * T.float32(LOG2E), none))
+
+
+def _nothing(sink) -> tuple:
+    """The lse and the elements of a row that has seen nothing but a sink, if there is one."""
+    if sink is None:
+        return T.reinterpret(F32, T.uint32(MINUS_INFINITY)), T.float32(0)
+    top = temp(T.max(T.float32(LOWEST), sink))
+    lse, inverse = lse_of(top, temp(exp2(sink - top)))
+    # NaN with a sink that is NaN or +inf.
+    return lse, temp(T.Select(inverse >= T.float32(0), T.float32(0), inverse))
 
 
 @T.meta_class
@@ -80,13 +101,14 @@ class PartialStates:
 
         Parameters
         ----------
-        a : the kernel's arguments `o` and `lse`.
+        a : the kernel's arguments `o` and `lse`, and `sink_logits` if there are any.
         index_of : callable
             Number of a state -> its index.
         output : tuple of int32 expressions
             Index of the row.
         """
         lse_before = T.meta_var(temp(a.lse[output]) if self.is_continued else None)
+        sink = T.meta_var(sink_of(a, output))
         top = T.float32(LOWEST)
         total = T.float32(0)
         for turn in T.serial(T.ceildiv(count, WARP)):
@@ -99,10 +121,14 @@ class PartialStates:
         merged_top = over_lanes(top, T.max)
         if self.is_continued:
             merged_top = T.max(merged_top, lse_before)
+        if a.sink_logits is not None:
+            merged_top = T.max(merged_top, sink)
         total = over_lanes(total * exp2(top - merged_top), operator.add)
         before = T.meta_var(temp(exp2(lse_before - merged_top)) if self.is_continued else None)
         if self.is_continued:
             total += before
+        if a.sink_logits is not None:
+            total += exp2(sink - merged_top)
         merged, inverse = T.meta_var(lse_of(merged_top, total))
         if lane == 0:
             a.lse[output] = merged
@@ -136,9 +162,10 @@ class PartialStates:
     def clear(self, a, output: tuple, lane):
         """Clear a row of O that has seen nothing, by a warp."""
         zeros = T.meta_var(Registers(RUN, F32, "zeros"))
-        zeros.fill(T.float32(0))
+        lse, value = T.meta_var(_nothing(sink_of(a, output)))
+        zeros.fill(value)
         if lane == 0:
-            a.lse[output] = T.reinterpret(F32, T.uint32(MINUS_INFINITY))
+            a.lse[output] = lse
         for turn in T.serial(-(-self.width // (RUN * WARP))):
             column = (turn * WARP + lane) * RUN
             if column < self.width:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.softmax import NO_SUM, NOTHING_SEEN
+from ...semantics.softmax import NO_SUM, NOTHING_SEEN, with_sink
+from .. import scalars
 from ..emit import F32
 from ..scalars import exp2, log2
 from ..warp import any_of, over_lanes
@@ -130,14 +132,23 @@ class OnlineSoftmax:
                     self.row_sum[h] += scores[n, h, e]
 
     @inline
-    def finish(self):
-        """Divide the output by the sums, and find their logs."""
+    def finish(self, sink_of: Callable = lambda h: None):
+        """Divide the output by the sums, and find their logs.
+
+        ``sink_of(h)`` is the sink of row h, as `with_sink` takes it, or None.
+        """
         for h in T.unroll(self.rows):
-            total = over_lanes(self.row_sum[h], operator.add, ROW_LANES)
+            summed = over_lanes(self.row_sum[h], operator.add, ROW_LANES)
+            top, weight, total = T.meta_var(self._with_sink(h, summed, sink_of(h)))
             # Not its opposite: the sum of a row that has seen something that is not a number is
             # NaN, and so are the row and its log.
             is_empty = T.meta_var(total <= T.float32(NO_SUM))
             minus_infinity = T.meta_var(T.reinterpret(F32, T.uint32(0xFF800000)))
-            self.factor[h] = T.if_then_else(is_empty, T.float32(0), T.float32(1) / total)
-            self.lse[h] = T.if_then_else(is_empty, minus_infinity, self.row_max[h] + log2(total))
+            self.factor[h] = T.if_then_else(is_empty, T.float32(0), weight / total)
+            self.lse[h] = T.if_then_else(is_empty, minus_infinity, top + log2(total))
         scale_rows(self.output, self.factor)
+
+    def _with_sink(self, h, total, sink) -> tuple:
+        if sink is None:
+            return self.row_max[h], T.float32(1), total
+        return with_sink(sink, self.row_max[h], total, scalars)

@@ -18,10 +18,11 @@ from tvm_pagedkv.models.packed_layout import PackedMatrix
 from tvm_pagedkv.models.packed_products import UNIT_ROWS
 from tvm_pagedkv.models.routing_kernels import combine, group_pairs, route
 from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
-from tvm_pagedkv.models.weight_formats import FORMATS, GROUP, quantize
+from tvm_pagedkv.models.weight_formats import FORMATS, GROUP
 
 from .. import reference
 from ..support.kernel_specs import needs_cpu
+from ..support.weight_cases import random_codes
 
 ROUTINGS = {
     "softmax": Experts(13, 4, 8),
@@ -160,7 +161,7 @@ def test_expert_linear(dtype, format, cpu, gathers):
         packed = [matrix.pack(weight) for weight in weights]
     else:
         matrix = CodeMatrix(*shape, FORMATS[format], target)
-        quantized = [quantize(weight, FORMATS[format]) for weight in weights]
+        quantized = [random_codes(rng, shape, FORMATS[format]) for _ in weights]
         packed = [matrix.pack(weight) for weight in quantized]
         weights = np.stack([weight.values() for weight in quantized])
     packed = np.concatenate(packed)

@@ -25,6 +25,15 @@ from ..support.model_cases import (  # noqa: E402
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 WIDE = HEADS | {"hidden_size": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES = {
     "qwen3_moe": WIDE
     | {
@@ -52,6 +61,14 @@ FAMILIES = {
         "norm_topk_prob": True,
         "first_k_dense_replace": 1,
     },
+    "gpt_oss": WIDE
+    | {
+        "intermediate_size": 64,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 7,
+        "rope_parameters": YARN,
+    },
     "mixtral": WIDE
     | {
         "intermediate_size": 80,
@@ -71,6 +88,12 @@ OTHER_VALUES = [
     ("glm4_moe", {"routed_scaling_factor": 1.0}),
     ("glm4_moe", {"use_qk_norm": False}),
     ("glm4_moe", {"first_k_dense_replace": 0}),
+    ("gpt_oss", {"sliding_window": 256}),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("gpt_oss", {"swiglu_alpha": 1.0}),
+    ("gpt_oss", {"swiglu_limit": 3.0}),
+    ("gpt_oss", {"num_experts_per_tok": 2}),
+    ("gpt_oss", {"rope_parameters": YARN | {"truncate": True}}),
     ("mixtral", {"sliding_window": 256}),
     ("mixtral", {"num_experts_per_tok": 3}),
 ]
@@ -86,7 +109,7 @@ VARIANTS = {
     ),
     "mixtral, no window": ("mixtral", {"sliding_window": None}),
 }  # fmt: skip
-QUICK = ("qwen3_moe",)
+QUICK = ("qwen3_moe", "gpt_oss")
 
 
 def _marked(families):

@@ -12,11 +12,13 @@ from tvm_pagedkv.models.weight_formats import (
     INT4,
     INT4_MINIMA,
     INT8,
+    MXFP4,
     QuantizedRows,
     quantize,
 )
 
-parametrize_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+ROUNDED = {name: each for name, each in FORMATS.items() if each != MXFP4}
+parametrize_format = pytest.mark.parametrize("format", ROUNDED.values(), ids=ROUNDED)
 
 
 def _random(seed: int, rows: int = 9, groups: int = 5) -> np.ndarray:
@@ -88,6 +90,58 @@ def test_codes_of_gguf_files_are_kept(name):
     rows = gguf.quants.quantize(_random(5), kind)
     found = split_blocks(rows, KEPT_TYPES[name]).values()
     np.testing.assert_array_equal(found, gguf.quants.dequantize(rows, kind))
+
+
+# --- mxfp4 --------------------------------------------------------------------------------------
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the eight codes without a sign
+
+
+def _mxfp4(seed: int, lowest: int, highest: int) -> tuple[QuantizedRows, np.ndarray]:
+    """Random codes and their numbers by the definition of the format, in float64."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, (9, 4 * GROUP)).astype("uint8")
+    scales = rng.integers(lowest, highest + 1, (9, 4)).astype("uint8")
+    signs = np.where(codes & 8, -1.0, 1.0)
+    powers = 2.0 ** (np.repeat(scales, GROUP, 1).astype("float64") - 127)
+    return QuantizedRows(MXFP4, codes, scales), signs * np.take(_MAGNITUDES, codes & 7) * powers
+
+
+def test_numbers_of_mxfp4_are_exact():
+    """For every scale whose numbers float32 has: the largest are 6 * 2 ** 125."""
+    matrix, expected = _mxfp4(6, 0, 252)
+    np.testing.assert_array_equal(matrix.values().astype("float64"), expected)
+
+
+def test_int8_has_the_numbers_of_mxfp4():
+    matrix, expected = _mxfp4(7, 104, 142)  # scales that float16 has
+    np.testing.assert_array_equal(matrix.converted(INT8).values(), expected)
+
+
+def test_scales_of_mxfp4_beyond_float16_round():
+    matrix, expected = _mxfp4(8, 90, 110)
+    found = matrix.converted(INT8).values()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-24 * 127)
+
+
+def test_nothing_is_rounded_to_mxfp4():
+    with pytest.raises(ValueError, match="weights are not rounded to mxfp4"):
+        quantize(_random(9), MXFP4)
+
+
+def test_blocks_of_mxfp4_as_transformers_reads_them():
+    torch = pytest.importorskip("torch")
+    integration = pytest.importorskip("transformers.integrations.mxfp4")
+    from tvm_pagedkv.models.mxfp4 import unpack_blocks
+
+    rng = np.random.default_rng(10)
+    blocks = rng.integers(0, 256, (6, 4, GROUP // 2)).astype("uint8")
+    scales = rng.integers(110, 130, (6, 4)).astype("uint8")
+    found = QuantizedRows(MXFP4, unpack_blocks(blocks).reshape(6, -1), scales).values()
+    expected = integration.convert_moe_packed_tensors(
+        torch.tensor(blocks[None]), torch.tensor(scales[None]), dtype=torch.float32
+    )
+    np.testing.assert_array_equal(found, expected[0].numpy().T)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def write_checkpoint(folder: Path, model_type: str, fields: dict, **save):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **COMMON | fields)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms and biases, which begin as zeros and ones
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or name.endswith("_bias"):  # which begin as zeros and ones
             parameter.data += torch.randn_like(parameter) * 0.2
     model.save_pretrained(folder, **save)
     write_tokenizer(folder)

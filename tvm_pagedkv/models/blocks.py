@@ -73,7 +73,9 @@ class Attention(nn.Module):
         rows = self.num_rows * self.head_dim
         self.qkv_proj = Linear(width, rows, options, config.qkv_bias, name=f"{name}.qkv_proj")
         self.qk_norm = QkNorm(config, options) if config.qk_norm else None
-        self.gate = None
+        self.gate = self.sinks = None
+        if config.sink_logits:
+            self.sinks = nn.Parameter((self.num_heads,), "float32")
         if config.attention_gate:
             q_width = self.num_heads * self.head_dim
             self.gate = Linear(width, q_width, options, config.qkv_bias, name=f"{name}.gate")
@@ -88,7 +90,7 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         qkv = op.reshape(qkv, (1, n, self.num_rows, self.head_dim))
-        out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, self.scale)
+        out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, self.scale, self.sinks)
         q_width = self.num_heads * self.head_dim
         out = op.reshape(out, (n, q_width))
         if self.gate is not None:

@@ -10,8 +10,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .config import read_json
-from .weight_formats import QuantizedRows
+from .mxfp4 import check_scales, unpack_blocks
+from .weight_formats import GROUP, MXFP4, QuantizedRows, WeightFormat
 
+_CODES, _SCALES = "_blocks", "_scales"  # endings of the names of the tensors of one of mxfp4
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -55,37 +57,77 @@ class Checkpoint:
             self._readers.update(dict.fromkeys(reader.keys(), reader))
 
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return [*self._readers]
+        """Return the names of all tensors; codes and scales of mxfp4 are one tensor."""
+        return [
+            name.removesuffix(_CODES)
+            for name in self._readers
+            if not (name.endswith(_SCALES) and self._is_mxfp4(name.removesuffix(_SCALES)))
+        ]
 
-    def format(self, name: str) -> None:
-        """Return None: tensors are not quantized."""
+    def format(self, name: str) -> WeightFormat | None:
+        """Return the format of a tensor that is quantized."""
+        return MXFP4 if self._is_mxfp4(name) else None
 
-    def read_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedRows:
-        """Raise a NotImplementedError: no tensor has a `WeightFormat`."""
-        raise NotImplementedError(f"{self.path} has no quantized tensor {name}")
+    def _is_mxfp4(self, name: str) -> bool:
+        return name + _CODES in self._readers and name + _SCALES in self._readers
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a tensor in its stored dtype.
+    def read(
+        self, name: str, shape: tuple[int, ...], expert: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """Return a tensor in its stored dtype, or as float32 if it is quantized.
+
+        Parameters
+        ----------
+        shape : tuple of int
+        expert : (int, int), optional
+            Which of how many tensors of this shape is read.
 
         Raises
         ------
         ValueError
             If it is missing, has another shape, or is not of a floating-point type.
         """
+        if self._is_mxfp4(name):
+            return self.read_quantized(name, shape, expert).values()
+        return self._read(name, shape, expert, _FLOATS)
+
+    def read_quantized(
+        self, name: str, shape: tuple[int, ...], expert: tuple[int, int] | None = None
+    ) -> QuantizedRows:
+        """Return a tensor with the codes of the checkpoint, if it has a `format`.
+
+        Raises
+        ------
+        ValueError
+            As `read`, or if a scale is not a number.
+        """
+        rows, columns = shape
+        groups = rows, columns // GROUP
+        blocks = self._read(name + _CODES, (*groups, GROUP // 2), expert, ("uint8",))
+        scales = self._read(name + _SCALES, groups, expert, ("uint8",))
+        try:
+            check_scales(scales)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: tensor {name} {error}") from None
+        return QuantizedRows(MXFP4, unpack_blocks(blocks).reshape(shape), scales)
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], expert: tuple[int, int] | None, types
+    ) -> np.ndarray:
         if name not in self._readers:
             raise ValueError(f"{self.path} lacks tensor {name}; expected shape {list(shape)}")
-        reader = self._readers[name]
-        found = tuple(reader.get_slice(name).get_shape())
-        if found != tuple(shape):
+        stored = self._readers[name].get_slice(name)
+        expected = shape if expert is None else (expert[1], *shape)
+        found = tuple(stored.get_shape())
+        if found != tuple(expected):
             raise ValueError(
-                f"{self.path}: tensor {name} has shape {list(found)}; expected {list(shape)}"
+                f"{self.path}: tensor {name} has shape {list(found)}; expected {list(expected)}"
             )
-        tensor = reader.get_tensor(name)
-        if str(tensor.dtype) not in _FLOATS:
+        tensor = stored[:] if expert is None else stored[expert[0]]
+        if str(tensor.dtype) not in types:
             raise ValueError(
                 f"{self.path}: tensor {name} has type {tensor.dtype}; expected one of "
-                f"{', '.join(_FLOATS)}"
+                f"{', '.join(types)}"
             )
         return tensor
 

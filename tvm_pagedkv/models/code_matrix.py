@@ -52,7 +52,9 @@ class CodeMatrix(OutputBlocks):
 
     @property
     def scale_dtype(self) -> str:
-        """Type of scales and minima: float16 where the CPU converts it."""
+        """Type of scales and minima: float16 where the CPU converts it, or that of mxfp4."""
+        if self.format.is_mxfp4:
+            return "uint8"
         return "float16" if self.target.has_f16_convert else "float32"
 
     @property

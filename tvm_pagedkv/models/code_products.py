@@ -22,7 +22,9 @@ from tir_kernels.cpu.simd import (
     vector_type,
 )
 from tir_kernels.cpu.vnni import UnsignedDots
+from tir_kernels.spec import STORED_ITEMSIZE
 
+from . import mxfp4_kernels as mxfp4
 from .code_matrix import CodeMatrix
 from .packed_products import widen
 from .weight_formats import GROUP
@@ -55,8 +57,10 @@ class Panel:
 
     def _halves(self, block, group, first: int, v: int):
         lanes, dtype = self.matrix.target.lanes, self.matrix.scale_dtype
-        size = lanes * (2 if dtype == "float16" else 4)
+        size = lanes * STORED_ITEMSIZE[dtype]
         data = self.weight[block, group, ramp(first + v * size, size)]
+        if self.matrix.format.is_mxfp4:
+            return temp(mxfp4.float_scales(data, lanes), lanes)
         value = T.reinterpret(vector_type(dtype, lanes), data)
         return temp(T.cast(value, vector_type(F32, lanes)), lanes)
 
@@ -78,7 +82,6 @@ class ByteProducts(Panel):
     """
 
     num_groups = 1  # of a panel
-    llvm_helpers = UnsignedDots().llvm_helpers
 
     def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
         super().__init__(matrix, weight)
@@ -111,8 +114,11 @@ class ByteProducts(Panel):
         codes = temp(codes, LANES, INT32)
         if not self.is_packed:
             return [codes]
-        halves = (codes, T.shift_right(codes, integer(4)))
-        return [temp(T.bitwise_and(x, integer(0x0F0F0F0F)), LANES, INT32) for x in halves]
+        halves = [codes, T.shift_right(codes, integer(4))]
+        halves = [T.bitwise_and(x, integer(0x0F0F0F0F)) for x in halves]
+        if self.matrix.format.is_mxfp4:
+            halves = [mxfp4.unsigned_codes(x) for x in halves]
+        return [temp(x, LANES, INT32) for x in halves]
 
     def _codes(self, block, group, dword, v: int):
         if self.is_packed:
@@ -215,7 +221,6 @@ class FloatProducts(Panel):
     """
 
     num_groups = _FLOAT_GROUPS
-    llvm_helpers = ()
 
     def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
         super().__init__(matrix, weight)
@@ -244,9 +249,10 @@ class FloatProducts(Panel):
         lanes, width, matrix = self.lanes, self.matrix.width, self.matrix
         group = temp(first_group + g, 1, "int64")
         scale = self.scale(block, group, v)
+        offset = None
         if matrix.format.has_minima:
             offset = self.minimum(block, group, v)
-        else:
+        elif not matrix.format.is_mxfp4:
             offset = temp(scale * constant(-matrix.format.zero, lanes), lanes)
         per_byte = 8 // matrix.format.bits
         with T.serial(GROUP // per_byte) as i:
@@ -258,7 +264,10 @@ class FloatProducts(Panel):
                     shifted = T.shift_right(data, broadcast(T.uint8(4 * part), lanes))
                     code = T.bitwise_and(shifted, broadcast(T.uint8(15), lanes))
                 # The product is exact, so the sum is rounded once, fused or not.
-                value = T.cast(code, vector_type(F32, lanes)) * scale + offset
+                if offset is None:
+                    value = mxfp4.float_codes(temp(code, lanes, "uint8"), lanes) * scale
+                else:
+                    value = T.cast(code, vector_type(F32, lanes)) * scale + offset
                 row = g * GROUP + i + part * (GROUP // per_byte)
                 store(self.panel, (row, v * lanes), lanes, value)
 
@@ -277,6 +286,13 @@ class FloatProducts(Panel):
                     totals[r, v].fma(value, weight)
         for (r, v), total in totals.items():
             store(sums, (row + r, v * lanes), lanes, total.get())
+
+
+def llvm_helpers(matrix: CodeMatrix) -> tuple[str, ...]:
+    """Return the LLVM functions that the products of a matrix call."""
+    if not matrix.multiplies_codes:
+        return ()
+    return UnsignedDots().llvm_helpers + ((mxfp4.LLVM_HELPER,) if matrix.format.is_mxfp4 else ())
 
 
 def products_of(matrix: CodeMatrix):

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from tir_kernels.cpu.simd import F32, INTO_L1, constant, import_llvm, prefetch, store, temp
 
 from .code_matrix import CodeMatrix
-from .code_products import products_of
+from .code_products import llvm_helpers, products_of
 from .packed_products import UNIT_ROWS, for_tiles
 from .row_codes import ROW_BYTES
 
@@ -49,7 +49,7 @@ class CodeSums:
 
     def scope(self):
         """Open the scope in which products can be emitted."""
-        helpers = products_of(self.matrix).llvm_helpers
+        helpers = llvm_helpers(self.matrix)
         return import_llvm(*helpers) if helpers else nullcontext()
 
     def sums(self, block, count, row_of: Callable):

@@ -37,7 +37,7 @@ class TensorNames:
     embedding, final_norm : str
     attention, mixer, mlp : str
         Parts of a layer; the mixer is a recurrence or a convolution.
-    q_norm, k_norm, attention_output, gate, up, down : str
+    q_norm, k_norm, sinks, attention_output, gate, up, down : str
         Tensors of these parts.
     fused_qkv, fused_gate_up : str, optional
         One tensor for Q, K and V, and one for gate and up. None: they have tensors of their own.
@@ -51,6 +51,7 @@ class TensorNames:
     mlp: str = "mlp"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
+    sinks: str = "sinks"
     attention_output: str = "o_proj"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -136,6 +137,8 @@ class DecoderConfig:
     attention_gate : bool
         Whether the output of attention is multiplied by the sigmoid of a gate, whose rows follow
         those of each head in the projection of Q.
+    sink_logits : bool
+        Whether each query head has a learned sink.
     interleaved_rope : bool
         Whether the checkpoint's rotation pairs adjacent features of Q and K. Loading permutes them.
     qkv_bias, o_bias, mlp_bias : bool
@@ -182,6 +185,7 @@ class DecoderConfig:
     parallel_mlp: bool = False
     qk_norm: str | None = None
     attention_gate: bool = False
+    sink_logits: bool = False
     interleaved_rope: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

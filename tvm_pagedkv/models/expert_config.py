@@ -12,7 +12,7 @@ from . import fields as read
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of the tensors of a mixture of experts in checkpoints.
+    """Names and layout of the tensors of a mixture of experts in checkpoints.
 
     Parameters
     ----------
@@ -24,6 +24,14 @@ class ExpertNames:
         The experts, and their projections.
     shared, shared_gate : str
         The shared expert, whose projections are those of a dense MLP, and its gate.
+    fused_gate_up : str, optional
+        One tensor for gate and up. None: they have tensors of their own.
+    alternates : bool
+        Whether its rows are of gate and up by turns; otherwise gate precedes up.
+    is_stacked : bool
+        Whether a tensor has the matrices of all experts, without ``.weight`` in its name.
+    is_transposed : bool
+        Whether these matrices have a row for each input feature.
     """
 
     block: str = "mlp"
@@ -35,6 +43,16 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    fused_gate_up: str | None = None
+    alternates: bool = False
+    is_stacked: bool = False
+    is_transposed: bool = False
+
+    def tensor(self, expert: int, name: str, kind: str = "weight") -> str:
+        """Return the name of the tensor, below `block`, with a projection of an expert."""
+        if not self.is_stacked:
+            return f"{self.experts}.{expert}.{name}.{kind}"
+        return f"{self.experts}.{name}" + ("" if kind == "weight" else f"_{kind}")
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,11 @@ class Experts:
         Width of an expert that every token takes; 0: there is none.
     shared_gate : bool
         Whether the shared expert is multiplied by the sigmoid of a gate.
+    router_bias, bias : bool
+        Whether the router, and the projections of the experts, have biases.
+    clamped_gate : (float, float), optional
+        Factor and limit of the gate of GPT-OSS, in place of ``activation(gate) * up``; see
+        `kernels.clamped_gated`.
     dense_layers : tuple of int
         Layers that have an MLP of width `DecoderConfig.intermediate_size` instead.
     names : ExpertNames
@@ -78,6 +101,9 @@ class Experts:
     num_chosen_groups: int = 1
     shared_width: int = 0
     shared_gate: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    clamped_gate: tuple[float, float] | None = None
     dense_layers: tuple[int, ...] = ()
     names: ExpertNames = ExpertNames()
 

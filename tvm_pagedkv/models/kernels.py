@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -162,14 +163,43 @@ def gated(activation: str, features: int, dtype: str, target: VectorTarget) -> t
         cubic = constant(0.044715 * factor, lanes) * gate * gate
         return temp(gate * (cubic + constant(factor, lanes)), lanes)
 
+    def product(gate, up):
+        if activation != "identity":
+            gate = gate * sigmoid(logit(gate), lanes)
+        return gate * up
+
+    return _gated(product, features, dtype, target)
+
+
+def clamped_gated(
+    factor: float, limit: float, features: int, dtype: str, target: VectorTarget
+) -> tirx.PrimFunc:
+    """``g * sigmoid(factor * g) * (u + 1)`` for x [n, 2 * features]: gate, then up.
+
+    g is the gate up to `limit`, and u is up within `limit` on both sides of zero.
+    """
+    lanes = math.gcd(features, target.lanes)
+
+    def product(gate, up):
+        bound = constant(limit, lanes)
+        gate = temp(T.min(gate, bound), lanes)
+        up = T.max(T.min(up, bound), constant(-limit, lanes))
+        gate = gate * sigmoid(temp(gate * constant(factor, lanes), lanes), lanes)
+        return gate * (up + constant(1.0, lanes))
+
+    return _gated(product, features, dtype, target)
+
+
+def _gated(product: Callable, features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+    """``product(gate, up)`` for x [n, 2 * features]: gate, then up; out [n, features]."""
+    lanes = math.gcd(features, target.lanes)
+
     def body(n, x, out):
         def row(i):
             with T.serial(T.int64(features // lanes)) as j:
                 gate = temp(load(x, [i, j * lanes], lanes), lanes)
                 up = load(x, [i, j * lanes + features], lanes)
-                if activation != "identity":
-                    gate = gate * sigmoid(logit(gate), lanes)
-                store(out, [i, j * lanes], lanes, gate * up)
+                store(out, [i, j * lanes], lanes, product(gate, up))
 
         parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
@@ -17,7 +18,7 @@ from .options import BuildOptions
 from .packed import encoded_rows, packed_matrix
 from .projections import Linear
 from .routing_kernels import combine, group_pairs, route
-from .weight_parts import Output, Part, Weight, rows, vector
+from .weight_parts import Output, Part, Weight, rows, slices, vector
 
 
 class ExpertLinear(nn.Module):
@@ -38,6 +39,9 @@ class ExpertLinear(nn.Module):
         self.matrix = packed_matrix(f"{name}.weight", out_features, in_features, options)
         shape = stacked_shape(self.matrix, experts.num_experts)
         self.weight = nn.Parameter(shape, self.matrix.dtype)
+        self.bias = None
+        if experts.bias:
+            self.bias = nn.Parameter((experts.num_experts, out_features), options.dtype)
 
     def forward(self, x: nn.Tensor, order: list[nn.Tensor]) -> nn.Tensor:
         experts, matrix = self.experts, self.matrix
@@ -48,9 +52,11 @@ class ExpertLinear(nn.Module):
             x.dtype,
             self.out_dtype,
             gathers=self.gathers,
+            bias=self.bias is not None,
         )
         out = nn.Tensor.placeholder((order[0].shape[0], matrix.out_features), self.out_dtype)
-        inputs = [*encoded_rows(matrix, x), self.weight, *order]
+        biases = [] if self.bias is None else [self.bias]
+        inputs = [*encoded_rows(matrix, x), self.weight, *biases, *order]
         return op.tensor_ir_op(kernel, "expert_linear", inputs, out)
 
 
@@ -61,10 +67,14 @@ class MixtureOfExperts(nn.Module):
         assert config.experts is not None
         experts, hidden = config.experts, config.hidden_size
         self.experts, self.options, self.hidden = experts, options, hidden
-        self.activation, self.width = config.activation, experts.width // options.num_shards
+        self.width = experts.width // options.num_shards
+        self._gated = partial(kernels.gated, config.activation)
+        if experts.clamped_gate is not None:
+            self._gated = partial(kernels.clamped_gated, *experts.clamped_gate)
         self.router = Linear(
-            hidden, experts.num_experts, options, out_dtype="float32", name=f"{name}.router"
-        )
+            hidden, experts.num_experts, options, experts.router_bias, "float32",
+            name=f"{name}.router",
+        )  # fmt: skip
         self.correction = None
         if experts.has_correction:
             self.correction = nn.Parameter((experts.num_experts,), "float32")
@@ -87,7 +97,7 @@ class MixtureOfExperts(nn.Module):
         options, pairs = self.options, x.shape[0] * self.experts.num_chosen
         ids, factors = self._route(x)
         order = self._group(ids)
-        kernel = kernels.gated(self.activation, self.width, options.dtype, options.vector)
+        kernel = self._gated(self.width, options.dtype, options.vector)
         out = nn.Tensor.placeholder((pairs, self.width), options.dtype)
         gated = op.tensor_ir_op(kernel, "gated", [self.gate_up(x, order)], out)
         total, num_chosen = self.down(gated, order), self.experts.num_chosen
@@ -143,11 +153,14 @@ def moe_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple
     assert config.experts is not None
     experts, names, hidden = config.experts, config.experts.names, config.hidden_size
     router = [Output(names.router, experts.num_experts)]
-    yield from rows(f"{ours}.router", theirs, router, hidden, is_split=False)
+    yield from rows(
+        f"{ours}.router", theirs, router, hidden, bias=experts.router_bias, is_split=False
+    )
     if experts.has_correction:
         yield vector(f"{ours}.correction", f"{theirs}.{names.correction}", experts.num_experts)
-    yield f"{ours}.gate_up.weight", _stacked(experts, theirs, (names.gate, names.up), hidden)
-    yield f"{ours}.down.weight", _stacked(experts, theirs, (names.down,), hidden)
+    yield from _of_experts(f"{ours}.gate_up", theirs, _gate_up(experts), experts, hidden, "rows")
+    down = [Output(names.down, hidden)]
+    yield from _of_experts(f"{ours}.down", theirs, down, experts, experts.width, "columns")
     if experts.shared_width:
         shared = f"{theirs}.{names.shared}"
         yield from mlp_weights(config, f"{ours}.shared", shared, experts.shared_width)
@@ -156,13 +169,36 @@ def moe_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple
         yield from rows(f"{ours}.shared_gate", theirs, gate, hidden, is_split=False)
 
 
-def _stacked(experts: Experts, theirs: str, names: tuple[str, ...], hidden: int) -> Weight:
-    """Return the source of a projection of all experts, of which each has tensors of its own."""
-    is_down = names == (experts.names.down,)
-    shape = (hidden, experts.width) if is_down else (experts.width, hidden)
-    parts = tuple(
-        Part(f"{theirs}.{experts.names.experts}.{expert}.{name}.weight", shape)
-        for expert in range(experts.num_experts)
-        for name in names
-    )
-    return Weight(parts, True, "columns" if is_down else "rows", experts=experts.num_experts)
+def _gate_up(experts: Experts) -> list[Output]:
+    """Return the output features of gate and up of an expert."""
+    names, width = experts.names, experts.width
+    if names.fused_gate_up is None:
+        return [Output(name, width) for name in (names.gate, names.up)]
+    if names.alternates:
+        return [Output(names.fused_gate_up, width, begin, 2, width) for begin in range(2)]
+    return slices(names.fused_gate_up, width, width)
+
+
+def _of_experts(
+    ours: str, theirs: str, outputs: list[Output], experts: Experts, in_features: int, split: str
+) -> Iterator[tuple[str, Weight]]:
+    """Yield a projection of all experts, and its biases."""
+    names, count = experts.names, experts.num_experts
+
+    def part(output: Output, expert: int, kind: str) -> Part:
+        is_transposed = names.is_transposed and kind == "weight"
+        found = output.part(theirs, kind, (in_features,) if kind == "weight" else ())
+        return found._replace(
+            name=f"{theirs}.{names.tensor(expert, output.name, kind)}",
+            shape=found.shape[::-1] if is_transposed else found.shape,
+            expert=(expert, count) if names.is_stacked else None,
+            transposed=is_transposed,
+        )
+
+    for kind in ("weight", "bias") if experts.bias else ("weight",):
+        parts = tuple(part(each, expert, kind) for expert in range(count) for each in outputs)
+        is_sum = kind == "bias" and split == "columns"  # to which one worker adds the bias
+        yield (
+            f"{ours}.{kind}",
+            Weight(parts, kind == "weight", "first" if is_sum else split, experts=count),
+        )

@@ -21,6 +21,7 @@ from .falcon_h1 import falcon_h1
 from .fields import token_ids
 from .gemma import gemma2, gemma3
 from .glm import glm4_moe
+from .gpt_oss import gpt_oss
 from .granite import granite_hybrid
 from .lfm2 import lfm2
 from .llama import llama, mistral, mixtral
@@ -52,6 +53,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "MixtralForCausalLM": ("mixtral", mixtral),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
     "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe),
+    "GptOssForCausalLM": ("gpt_oss", gpt_oss),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
     "Lfm2ForCausalLM": ("lfm2", lfm2),
@@ -121,8 +123,8 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
     if reader is None:
         raise ValueError(_unknown(architectures, fields))
     quantization = fields.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if quantization and not (method == "mxfp4" and reader is gpt_oss):
         raise ValueError(
             f"quantized weights ({method or 'quantization_config'}) are not supported; take the "
             "checkpoint in float32, float16 or bfloat16"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from .config import DecoderConfig
 from .options import BuildOptions
 from .source import Tensors
-from .weight_formats import INT4, INT4_MINIMA, INT8, WeightFormat, can_quantize
+from .weight_formats import INT4, INT4_MINIMA, INT8, MXFP4, WeightFormat, can_quantize
 from .weights import Weight, weights
 
 CHOICES = ("auto", "float", "int8", "int4")
@@ -33,8 +33,8 @@ def with_formats(
     choice : {"auto", "float", "int8", "int4"}
         "float": no matrix is quantized. "int8", "int4": all are; with "int4" the vocabulary and
         the gates of recurrences have 8 bits unless the file has them in 4. "auto": those that are
-        quantized in the file. Q8_0, Q4_0 and Q4_1 keep their codes, other types are rounded to 8
-        bits. Matrices whose rows cannot be divided into groups are never quantized.
+        quantized in the file. Q8_0, Q4_0, Q4_1 and mxfp4 keep their codes, other types are rounded
+        to 8 bits. Matrices whose rows cannot be divided into groups are never quantized.
     """
     formats = []
     for name, weight in weights(config, options.layers_of(config)):
@@ -49,7 +49,7 @@ def _format(
 ) -> WeightFormat | None:
     if not weight.is_matrix or choice == "float" or name.endswith(_NEVER):
         return None
-    in_features = weight.parts[0].shape[-1]
+    in_features = weight.parts[0].row_shape[-1]
     if weight.split == "columns":
         in_features //= num_shards
     if not can_quantize(in_features):
@@ -57,6 +57,8 @@ def _format(
     found = {tensors.format(part.name) for part in weight.parts}
     has_eight_bits = name in _VOCABULARY or name.endswith(_GATES)
     has_four_bits = found <= {INT4, INT4_MINIMA}
+    if choice != "int8" and found == {MXFP4} and name not in _VOCABULARY:
+        return MXFP4
     if choice == "int8" or choice == "int4" and has_eight_bits and not has_four_bits:
         return INT8
     if choice == "int4" or has_four_bits:

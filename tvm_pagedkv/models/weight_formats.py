@@ -3,7 +3,8 @@
 
 A number is ``scale * (code - zero)``, or ``scale * code + minimum``. Scales and minima are float16
 numbers, one for each `GROUP` input features of an output feature. The formats have the codes of
-GGUF's Q8_0, Q4_0 and Q4_1, so tensors of these types are kept without rounding.
+GGUF's Q8_0, Q4_0 and Q4_1, so tensors of these types are kept without rounding. So are those of
+mxfp4, which has numbers and scales of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from . import mxfp4
 
 GROUP = 32  # input features that share a scale
 
@@ -30,16 +33,21 @@ class WeightFormat:
         The code of the number zero; 0 where groups have a minimum.
     has_minima : bool
         Whether groups have a minimum.
+    is_mxfp4 : bool
+        Whether codes and scales are those of `mxfp4`. `zero` is then what is added to twice a
+        number, so that the result is not negative.
     """
 
     name: str
     bits: int
     zero: int
     has_minima: bool = False
+    is_mxfp4: bool = False
 
     def num_bytes(self, num_weights: int) -> int:
         """Return the bytes of codes, scales and minima."""
-        return num_weights * self.bits // 8 + num_weights // GROUP * (2 + 2 * self.has_minima)
+        scale_bytes = 1 if self.is_mxfp4 else 2 + 2 * self.has_minima
+        return num_weights * self.bits // 8 + num_weights // GROUP * scale_bytes
 
     @property
     def max_code(self) -> int:
@@ -50,14 +58,15 @@ class WeightFormat:
 INT8 = WeightFormat("int8", 8, 128)
 INT4 = WeightFormat("int4", 4, 8)
 INT4_MINIMA = WeightFormat("int4_minima", 4, 0, has_minima=True)
-FORMATS = {each.name: each for each in (INT8, INT4, INT4_MINIMA)}
+MXFP4 = WeightFormat("mxfp4", 4, mxfp4.LARGEST, is_mxfp4=True)
+FORMATS = {each.name: each for each in (INT8, INT4, INT4_MINIMA, MXFP4)}
 
 
 class QuantizedRows(NamedTuple):
     """A matrix, or some rows or groups of it, in a quantized format.
 
     codes: uint8 ``[rows, in_features]``; scales, minima: float16 ``[rows, in_features / GROUP]``,
-    minima None where the format has none.
+    minima None where the format has none. Scales of mxfp4 are uint8.
     """
 
     format: WeightFormat
@@ -80,6 +89,9 @@ class QuantizedRows(NamedTuple):
 
     def values(self) -> np.ndarray:
         """Return the numbers as float32 ``[rows, in_features]``."""
+        if self.format.is_mxfp4:
+            codes = self.codes.reshape(*self.scales.shape, GROUP)
+            return mxfp4.values(codes, self.scales).reshape(self.codes.shape)
         scales, codes = (x.astype(np.float32) for x in (self.scales, self.codes))
         codes = codes.reshape(*scales.shape, GROUP)
         if self.minima is None:
@@ -91,11 +103,17 @@ class QuantizedRows(NamedTuple):
     def converted(self, format: WeightFormat) -> QuantizedRows:
         """Return the matrix in another format: with the same numbers where it has them, or rounded.
 
-        INT8 has all numbers of INT4, and so has INT4_MINIMA, unless eight times a scale exceeds
-        float16.
+        INT8 has all numbers of INT4 and of MXFP4, and so has INT4_MINIMA those of INT4, unless a
+        scale, or eight times a scale, is not a float16.
         """
         if format == self.format:
             return self
+        if (self.format, format) == (MXFP4, INT8):
+            scales = mxfp4.scale_values(self.scales)
+            halves = np.where(scales <= 2.0**15, scales, np.inf).astype(np.float16)
+            if (halves == scales).all():
+                codes = np.array(mxfp4.DOUBLED, np.int16)[self.codes] + INT8.zero
+                return QuantizedRows(INT8, codes.astype(np.uint8), halves)
         if (self.format, format) == (INT4, INT8):
             return QuantizedRows(INT8, self.codes + np.uint8(INT8.zero - INT4.zero), self.scales)
         if (self.format, format) == (INT4, INT4_MINIMA):
@@ -132,8 +150,10 @@ def quantize(weight: np.ndarray, format: WeightFormat) -> QuantizedRows:
     Raises
     ------
     ValueError
-        If a number is not finite, or a scale exceeds float16.
+        If a number is not finite, a scale exceeds float16, or nothing is rounded to the format.
     """
+    if format.is_mxfp4:
+        raise ValueError("weights are not rounded to mxfp4, which is only read")
     rows, in_features = weight.shape
     numbers = weight.astype(np.float32).reshape(rows, in_features // GROUP, GROUP)
     minima = None

@@ -20,7 +20,7 @@ class Part(NamedTuple):
     ----------
     name : str
     shape : tuple of int
-        Of the whole tensor.
+        Of the whole tensor; of one of its matrices if it has those of all experts.
     rows : (int, int), optional
         The first row and the one behind the last, of each group; None: all rows.
     groups : int
@@ -29,6 +29,11 @@ class Part(NamedTuple):
         Factor on the values.
     paired : int
         Width of heads whose adjacent rows form pairs, which are put half a head apart; 0: none.
+    expert : (int, int), optional
+        Which expert's matrix or vector is taken of a tensor that has those of all experts, along
+        its first axis, and their number; None: the tensor has none of others.
+    transposed : bool
+        Whether the matrix is transposed before rows are taken. `shape` is that of the checkpoint.
     """
 
     name: str
@@ -37,17 +42,25 @@ class Part(NamedTuple):
     groups: int = 1
     scale: float = 1.0
     paired: int = 0
+    expert: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        return self.shape[:-1] if self.transposed else self.shape[1:]
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        rows = self.shape[0]
-        if self.rows is not None:
-            rows = self.groups * (self.rows[1] - self.rows[0])
-        return rows * math.prod(self.shape[1:])
+        if self.rows is None:
+            return math.prod(self.shape)
+        return self.groups * (self.rows[1] - self.rows[0]) * math.prod(self.row_shape)
 
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """Return the rows of the tensor, or of a tensor that has something for each of its rows."""
+        if self.transposed:
+            tensor = tensor.T
         width = tensor.shape[1:]
         if self.rows is not None:
             grouped = tensor.reshape(self.groups, -1, *width)

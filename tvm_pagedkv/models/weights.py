@@ -90,6 +90,9 @@ def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, 
         bias=c.o_bias,
         scale=c.scales.attention,
     )
+    if c.sink_logits:
+        sinks = Part(f"{theirs}.{names.sinks}", (c.num_heads,))
+        yield f"{ours}.sinks", Weight((sinks,), False, "rows")
     if c.qk_norm:
         widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q_width, kv_width)
         for name, tensor, width in zip("qk", (names.q_norm, names.k_norm), widths, strict=True):
@@ -184,9 +187,9 @@ def _read(
     """Read a part; with a format it is quantized, with the codes of the file where it has them."""
     has_codes = part.scale == 1 and isinstance(checkpoint.format(part.name), WeightFormat)
     if format is not None and has_codes:
-        matrix = checkpoint.read_quantized(part.name, part.shape)
+        matrix = checkpoint.read_quantized(part.name, part.shape, part.expert)
         return matrix.map(part.of).converted(format)
-    tensor = part.of(checkpoint.read(part.name, part.shape))
+    tensor = part.of(checkpoint.read(part.name, part.shape, part.expert))
     if part.scale != 1:
         tensor = tensor.astype("float32") * np.float32(part.scale)
     if format is None:

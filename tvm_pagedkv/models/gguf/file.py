@@ -68,16 +68,17 @@ class GgufFile:
         except (ValueError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.path} is not a readable GGUF file: {error}") from None
 
-    def read(self, name: str) -> np.ndarray:
-        """Return a tensor as float32.
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """Return a tensor as float32, or what it has at `index` of its first axis.
 
         Raises
         ------
         ValueError
             As `read_bytes`.
         """
-        info = self.tensors[name]
-        return dequantize(self.read_bytes(name), info.type_id).reshape(info.shape)
+        info, raw = self.tensors[name], self.read_bytes(name)
+        shape = info.shape if index is None else info.shape[1:]
+        return dequantize(raw if index is None else raw[index], info.type_id).reshape(shape)
 
     def read_bytes(self, name: str) -> np.ndarray:
         """Return the bytes of a tensor: uint8, whose last axis has a row.

@@ -78,15 +78,24 @@ class GgufTensors:
         """Return the names of all tensors."""
         return [*self._names]
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def read(
+        self, name: str, shape: tuple[int, ...], expert: tuple[int, int] | None = None
+    ) -> np.ndarray:
         """Return a tensor as float32.
+
+        Parameters
+        ----------
+        shape : tuple of int
+        expert : (int, int), optional
+            Which of how many tensors of this shape is read.
 
         Raises
         ------
         ValueError
             If it is missing, has another shape, or a type that is not supported.
         """
-        tensor = self._file.read(self._find(name, shape))
+        index = None if expert is None else expert[0]
+        tensor = self._file.read(self._find(name, shape, expert), index)
         if self._has_offset and name.endswith("norm.weight"):
             return tensor - 1  # Hugging Face adds one when it applies the norm
         num_heads = self._heads.get(name.split(".")[-2])
@@ -102,7 +111,9 @@ class GgufTensors:
         kind = type_name(self._file.tensors[self._names[name]].type_id)
         return None if kind in _FLOATS else KEPT_TYPES.get(kind, kind)
 
-    def read_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedRows:
+    def read_quantized(
+        self, name: str, shape: tuple[int, ...], expert: tuple[int, int] | None = None
+    ) -> QuantizedRows:
         """Return a matrix with the codes of the file, if `format` is a `WeightFormat`.
 
         Raises
@@ -112,12 +123,16 @@ class GgufTensors:
         """
         format = self.format(name)
         assert isinstance(format, WeightFormat)
-        matrix = split_blocks(self._file.read_bytes(self._find(name, shape)), format)
+        raw = self._file.read_bytes(self._find(name, shape, expert))
+        matrix = split_blocks(raw if expert is None else raw[expert[0]], format)
         num_heads = self._heads.get(name.split(".")[-2])
         return matrix if num_heads is None else matrix.map(lambda x: _halves(x, num_heads))
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> str:
+    def _find(
+        self, name: str, shape: tuple[int, ...], expert: tuple[int, int] | None = None
+    ) -> str:
         """Return the name of a tensor in the file, after a check of its shape."""
+        shape = shape if expert is None else (expert[1], *shape)
         if name not in self._names:
             raise ValueError(f"{self.path} lacks tensor {name}; expected shape {list(shape)}")
         own = self._names[name]

@@ -31,6 +31,8 @@ BUILDERS: dict[str, Callable] = {
     "prefill_sliding": prefill.prefill_sliding,
     "decode_sliding": decode.decode_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
+    "prefill_spans": prefill.prefill_spans,
+    "prefill_spans_sliding": prefill.prefill_spans_sliding,
     "prefill_shared": shared.prefill_shared,
     "tree_paged": tree.tree_paged,
     "tree_paged_sliding": tree.tree_paged_sliding,
@@ -49,8 +51,12 @@ BUILDERS: dict[str, Callable] = {
     "mla_tree": mla.mla_tree,
     "debug_get_kv_mla": copy.debug_get_kv_mla,
 }
-_WITHOUT_WINDOW = {"prefill", "decode", "prefill_ragged", "prefill_shared", "tree_paged", "tree"}
+_WITHOUT_WINDOW = {
+    *("prefill", "decode", "prefill_ragged", "prefill_shared", "tree_paged", "tree"),
+    "prefill_spans",
+}
 _WITH_WINDOW = {
+    "prefill_spans_sliding",
     *("prefill_sliding", "decode_sliding", "prefill_ragged_sliding"),
     *("tree_paged_sliding", "tree_sliding"),
 }
@@ -63,6 +69,7 @@ _MLA_ONLY = {
     "debug_get_kv_mla",
 }
 _LISTED = {"attend_listed"}
+_SPANS = {"prefill_spans", "prefill_spans_sliding"}
 _BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
 _ANY_TARGET = (  # written once, in `moves`
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
@@ -92,6 +99,8 @@ def kernel_names(
         builders = {name: build for name, build in builders.items() if name != "apply_sinks"}
     if not spec.lists:
         builders = {name: build for name, build in builders.items() if name not in _LISTED}
+    if not spec.spans:
+        builders = {name: build for name, build in builders.items() if name not in _SPANS}
     if spec.kind != "mla":
         window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
         others = _MLA_ONLY | window | (set() if for_stock and spec.kind == "mha" else _STOCK_ONLY)

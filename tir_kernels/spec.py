@@ -178,6 +178,8 @@ class KernelSpec:
         Not with kind "mla".
     lists : bool
         Whether there is a kernel that attends to lists of positions.
+    spans : bool
+        Whether there is a kernel for steps with spans that are attended to in both directions.
     sink_logits : bool
         Whether attention takes learned sinks, as its last argument.
     """
@@ -197,6 +199,7 @@ class KernelSpec:
     logit_softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     lists: bool = False
+    spans: bool = False
     sink_logits: bool = False
 
     @property

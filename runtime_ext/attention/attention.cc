@@ -164,6 +164,9 @@ void Attention::SelfAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi
   if (plan.has_windows() && config.window == 0 && layer.kernels->IsOwn(config.prefill())) {
     plan.RequireRowsSeeEachOther("self_attention");
   }
+  if (plan.has_spans()) {
+    Raise(kValueError, "self_attention is not possible in a step with spans; call attention");
+  }
   // Find the kernels before anything is written.
   backend.RequireRowKernel();
   const ffi::Function& append = layer.kernels->Get(KernelName::kTransposeAppend);

@@ -37,6 +37,9 @@ void ListedAttention::CheckStep() const {
   if (plan.has_windows()) {
     Raise(kValueError, "attention to lists is not possible for sequences with a window");
   }
+  if (plan.has_spans()) {
+    Raise(kValueError, "attention to lists is not possible in a step with spans");
+  }
   if (plan.needs_tree_mask()) {
     Raise(kValueError, "attention to lists is not possible in a step whose token trees branch");
   }

@@ -64,8 +64,8 @@ void PagedBackend::Attend(const AttentionCall& call, const ffi::Tensor&, const f
 bool PagedBackend::CanAppendWithPrefill() const {
   if (!layer_.kernels->Has(KernelName::kAppendPrefill) ||
       !layer_.kernels->IsOwn(layer_.config.prefill()) || layer_.config.window > 0 ||
-      layer_.config.has_inline_rope() || plan().is_decode() || HasTreeMask(PageRange::kWithStep) ||
-      !plan().shared_prefix(layer_.group).segments().empty()) {
+      layer_.config.has_inline_rope() || plan().is_decode() || plan().has_spans() ||
+      HasTreeMask(PageRange::kWithStep) || !plan().shared_prefix(layer_.group).segments().empty()) {
     return false;
   }
   // Sequences of one row are slower in a prefill tile than in `prefill`, which attends to them as
@@ -109,7 +109,9 @@ void PagedBackend::Decode(const AttentionCall& call, const PageTable& table) {
 }
 
 void PagedBackend::Prefill(const AttentionCall& call, const PageTable& table) {
-  CallPrefill(layer_.config.prefill(), call, table, table.lengths);
+  const bool has_spans = plan().has_spans() && table.range == PageRange::kWithStep;
+  const LayerConfig& layer = layer_.config;
+  CallPrefill(has_spans ? layer.prefill_spans() : layer.prefill(), call, table, table.lengths);
 }
 
 void PagedBackend::CallDecode(KernelName name, const AttentionCall& call, const PageTable& table,
@@ -132,11 +134,14 @@ void PagedBackend::CallPrefill(KernelName name, const AttentionCall& call, const
   const LayerConfig& config = layer_.config;
   const StepArrays& arrays = step_->arrays();
   const int64_t is_causal = table.range == PageRange::kWithStep;
-  WithLastArguments(call, WindowArgument(config.signed_window()), [&](auto... last) {
+  auto launch = [&](auto... last) {
     layer_.kernels->Get(name)(
         call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids, lengths,
         arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse, is_causal,
         config.rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale, last...);
+  };
+  WithLastArguments(call, WindowArgument(config.signed_window()), [&](auto... last) {
+    name == config.prefill_spans() ? launch(arrays.row_reach(), last...) : launch(last...);
   });
 }
 

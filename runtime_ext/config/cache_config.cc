@@ -193,6 +193,12 @@ int64_t CacheConfig::NumStates(const RecurrentShape& shape) const {
   return 3 * num_sequences + in_step + (max_total_tokens + shape.interval - 1) / shape.interval;
 }
 
+bool CacheConfig::can_have_spans() const {
+  return std::any_of(layers.begin(), layers.end(), [this](const LayerConfig& layer) {
+    return layer.is_mha() && kernel_sets[layer.kernel_set].Has(layer.prefill_spans());
+  });
+}
+
 int64_t CacheConfig::MaxStepPages() const {
   // A step adds the most pages when it has many sequences.
   const int64_t batch_size = std::min(max_num_sequences, prefill_chunk_size);

@@ -107,6 +107,10 @@ struct LayerConfig {
   KernelName prefill_shared() const {
     return is_mla() ? KernelName::kMLAPrefillShared : KernelName::kPrefillShared;
   }
+  /*! \brief The same, for steps with spans; a set may lack it. */
+  KernelName prefill_spans() const {
+    return window ? KernelName::kPrefillSpansSliding : KernelName::kPrefillSpans;
+  }
   KernelName decode() const { return window ? KernelName::kDecodeSliding : KernelName::kDecode; }
   KernelName tree() const {
     if (is_mla()) return KernelName::kMLATree;
@@ -170,6 +174,8 @@ struct CacheConfig {
     return sliding_window_includes_self.value_or(has_normal_rope);
   }
 
+  /*! \brief Whether a step may have spans: whether layers have the kernels for it. */
+  bool can_have_spans() const;
   /*! \brief Pages of a pool of layers without a window. */
   int64_t num_pages() const {
     return (max_total_tokens + page_size - 1) / page_size + num_spare_pages + num_reserved_pages;

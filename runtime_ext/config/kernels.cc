@@ -26,6 +26,8 @@ constexpr const char* kNames[] = {
     "prefill_sliding",
     "decode_sliding",
     "prefill_ragged_sliding",
+    "prefill_spans",
+    "prefill_spans_sliding",
     "prefill_shared",
     "tree_paged",
     "tree_paged_sliding",

@@ -31,6 +31,8 @@ enum class KernelName : int {
   kPrefillSliding,
   kDecodeSliding,
   kPrefillRaggedSliding,
+  kPrefillSpans,
+  kPrefillSpansSliding,
   kPrefillShared,
   kTreePaged,
   kTreePagedSliding,

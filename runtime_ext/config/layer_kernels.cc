@@ -119,6 +119,19 @@ void RequireSequenceWindowKernels(const LayerConfig& layer, const KernelSet& ker
   }
 }
 
+void RequireSpanKernel(const LayerConfig& layer, const KernelSet& kernels) {
+  if (!layer.is_attention()) return;
+  if (layer.is_mla()) {
+    Raise(kValueError, "layer ", layer.id, " is an MLA layer, in which spans are not possible");
+  }
+  const KernelName name = layer.prefill_spans();
+  if (!kernels.Has(name) || !kernels.IsOwn(layer.prefill())) {
+    Raise(kValueError, "layer ", layer.id, " has no kernel '", ToString(name),
+          "', which a step with spans needs beside a kernel '", ToString(layer.prefill()),
+          "' of tvm_pagedkv; make the cache with spans=True");
+  }
+}
+
 void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels) {
   if (!layer.is_attention() || kernels.Has(KernelName::kIndexTopK)) return;
   const KernelName name = layer.tree();

@@ -29,6 +29,9 @@ bool CanSharePrefix(const LayerConfig& layer, const KernelSet& kernels);
 /*! \throws Error (ValueError) that lists the kernels that the layer needs and the set lacks. */
 void RequireKernels(const LayerConfig& layer, const KernelSet& kernels);
 
+/*! \throws Error (ValueError) where a step with spans is impossible with these kernels. */
+void RequireSpanKernel(const LayerConfig& layer, const KernelSet& kernels);
+
 /*! \throws Error (ValueError) where sequences with a window are impossible with these kernels. */
 void RequireSequenceWindowKernels(const LayerConfig& layer, const KernelSet& kernels);
 

@@ -37,6 +37,12 @@ void PagedKVCacheObj::BeginForward(IntSpan sequence_ids, IntSpan append_lengths,
   step_.Begin(sequence_ids, append_lengths, tree_parents);
 }
 
+void PagedKVCacheObj::BeginForwardWithSpans(IntSpan sequence_ids, IntSpan append_lengths,
+                                            IntSpan spans) {
+  step_.phase().RequireIdle("begin_forward_with_spans");
+  step_.Begin(sequence_ids, append_lengths, std::nullopt, spans);
+}
+
 void PagedKVCacheObj::EndForward() {
   step_.phase().RequireOpenStep("end_forward");
   std::vector<int64_t> blocks;

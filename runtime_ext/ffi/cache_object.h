@@ -75,6 +75,8 @@ class PagedKVCacheObj : public ffi::Object {
 
   void BeginForward(IntSpan sequence_ids, IntSpan append_lengths,
                     std::optional<IntSpan> tree_parents);
+  /*! \param spans See ForwardPlan::PrepareSpans. */
+  void BeginForwardWithSpans(IntSpan sequence_ids, IntSpan append_lengths, IntSpan spans);
   /*! \brief Ends the step, then tells receivers of the rows that are ready for them. */
   void EndForward();
 

@@ -101,6 +101,7 @@ constexpr CacheName kStockNames[] = {
 
 /*! \brief Our own names, without "pagedkv.". */
 constexpr CacheName kOwnNames[] = {
+    {"begin_forward_with_spans", Method<&PagedKVCacheObj::BeginForwardWithSpans>()},
     {"abort_forward", Method<&Step::Abort>()},
     {"missing_layers", Method<&Step::MissingLayers>()},
     {"is_in_forward", Method<&Step::IsInForward>()},

@@ -51,13 +51,15 @@ void Step::ShareEveryPrefix() {
   SharePrefixes(storage_, /*min_saved_positions=*/1, &plan_);
 }
 
-void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths,
-                 std::optional<IntSpan> tree_parents) {
+void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths, std::optional<IntSpan> tree_parents,
+                 std::optional<IntSpan> spans) {
   phase_.RequireIdle("begin_forward");
   StreamOrder::Call on_stream(&stream_order_);
   StepPhase::Change change(&phase_);
-  if (tree_parents || !plan_.Advance(sequence_ids, append_lengths)) {
+  if (tree_parents || spans || !plan_.Advance(sequence_ids, append_lengths)) {
     plan_.Prepare(sequence_ids, append_lengths, tree_parents);
+    if (spans) plan_.PrepareSpans(*spans);
+    if (spans) RequireSpanKernels();
     if (arrays_.counts_text()) plan_.RequireTextPositions();
     if (plan_.needs_tree_mask()) RequireTreeKernels();
   }
@@ -83,6 +85,12 @@ void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths,
 void Step::RequireTreeKernels() const {
   for (const StoredLayer& layer : storage_.layers()) {
     RequireTreeKernel(layer.config, *layer.kernels);
+  }
+}
+
+void Step::RequireSpanKernels() const {
+  for (const StoredLayer& layer : storage_.layers()) {
+    RequireSpanKernel(layer.config, *layer.kernels);
   }
 }
 

@@ -42,7 +42,8 @@ class Step {
    *   where rows are committed at once.
    * \throws Error (ValueError, KeyError, CacheFullError); then nothing has changed.
    */
-  void Begin(IntSpan sequence_ids, IntSpan append_lengths, std::optional<IntSpan> tree_parents);
+  void Begin(IntSpan sequence_ids, IntSpan append_lengths, std::optional<IntSpan> tree_parents,
+             std::optional<IntSpan> spans = std::nullopt);
   /*! \brief Ends the step. Where a layer has not appended its rows, the sequences keep them, but
    * nobody else gets them. */
   void End();
@@ -95,6 +96,7 @@ class Step {
 
  private:
   void RequireTreeKernels() const;
+  void RequireSpanKernels() const;
   void CountPagesRead();
 
   const LayerStorage& storage_;

@@ -40,6 +40,7 @@ std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config) const {
   sizes[kQueryPositions] = num_rows;
   sizes[kTextPositions] = num_rows;
   sizes[kPastLengths] = num_sequences;
+  sizes[kRowReach] = config.can_have_spans() ? num_rows : 0;
   for (int32_t g = 0; g < table.num_groups(); ++g) {
     sizes[Index(g, kPageIndptr)] = num_sequences + 1;
     sizes[Index(g, kPageIds)] = table.pool(g).num_pages();
@@ -120,6 +121,7 @@ void StepArrays::SetSizes() {
   sizes_[kQueryPositions] = plan_.num_rows();
   sizes_[kTextPositions] = counts_text() ? plan_.num_rows() : 0;
   sizes_[kPastLengths] = num_sequences;
+  sizes_[kRowReach] = plan_.has_spans() ? plan_.num_rows() : 0;
   for (int32_t g = 0; g < num_groups_; ++g) {
     sizes_[Index(g, kPageIndptr)] = num_sequences + 1;
     sizes_[Index(g, kPageIds)] = plan_arrays_.NumPages(g, PageRange::kWithStep);
@@ -175,6 +177,9 @@ void StepArrays::Write() {
   plan_arrays_.FillQueryPositions(arrays_.host(kQueryPositions));
   if (counts_text()) plan_arrays_.FillTextPositions(arrays_.host(kTextPositions));
   plan_arrays_.FillPastLengths(arrays_.host(kPastLengths));
+  if (plan_.has_spans()) {
+    std::copy(plan_.row_reach().begin(), plan_.row_reach().end(), arrays_.host(kRowReach));
+  }
   for (int32_t g = 0; g < num_groups_; ++g) {
     auto host = [&](GroupArray array) { return arrays_.host(Index(g, array)); };
     plan_arrays_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));

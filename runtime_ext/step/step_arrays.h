@@ -63,7 +63,9 @@ class StepArrays {
   const ffi::Tensor& rope_positions() const {
     return common(counts_text() ? kTextPositions : kQueryPositions);
   }
-  const ffi::Tensor& past_lengths() const { return common(kPastLengths); }           // [B]
+  const ffi::Tensor& past_lengths() const { return common(kPastLengths); }  // [B]
+  /*! \brief How many columns behind its own each row sees, [T], where the step has spans. */
+  const ffi::Tensor& row_reach() const { return common(kRowReach); }
   const ffi::Tensor& tree_order_indptr() const { return common(kTreeOrderIndptr); }  // [B + 1]
   const ffi::Tensor& tree_order() const { return common(kTreeOrder); }
   /*! \brief The slot of every row, [T]. */
@@ -97,6 +99,7 @@ class StepArrays {
     kQueryPositions,
     kTextPositions,
     kPastLengths,
+    kRowReach,
     kNumCommonArrays
   };
   enum GroupArray { kPageIndptr, kPageIds, kLengths, kFirstPositions, kSlots, kNumGroupArrays };

@@ -42,6 +42,7 @@ from ..support.hostile_values import (  # fmt: skip
     SCALE,
     SEQ,
     SLIDING,
+    SPANS,
     TREE,
     UNKNOWN,
     WIDE,
@@ -182,6 +183,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     STATE + "popn": ("idle", [SEQ, integer(2, -1, 7, 2**31)]),
     STATE + "begin_forward": ("idle", [IDS, APPENDS, TREE]),
     STATE + "end_forward": ("step", []),
+    OWN + "begin_forward_with_spans": ("windows", [IDS, APPENDS, SPANS]),
     OWN + "abort_forward": ("step", []),
     OWN + "missing_layers": ("step", []),
     CACHE + "enable_sliding_window_for_seq": (

@@ -15,7 +15,7 @@ from tir_kernels.spec import RopeSpec
 from .. import reference
 from ..kernels.test_window_kernels import WindowBatch
 from ..support import attention_cases
-from ..support.attention_cases import PagedBatch, RaggedBatch, cuda_text
+from ..support.attention_cases import PagedBatch, RaggedBatch, cuda_text, random_reach
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import (
     SCHEDULES,
@@ -114,6 +114,17 @@ def test_many_sequences():
 @on_gpu_too
 def test_sliding_windows(kind, window, seed):
     _check(kind, SMALL, MIXED, seed, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 40, -64])
+@parametrize_seed
+@on_gpu_too
+def test_spans(window, seed):
+    """Rows see to the end of their span, across tiles of rows and of columns."""
+    case = PagedBatch(SMALL, MIXED, seed)
+    reach = random_reach(case.rng, case.num_rows)
+    case.prefill(window=window, reach=reach)
+    case.verify(window=window, reach=reach)
 
 
 @pytest.mark.parametrize("kind", [PagedBatch, RaggedBatch])

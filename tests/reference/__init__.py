@@ -22,6 +22,7 @@ from .dense_attention import (
     first_seen,
     merge,
     past_mask,
+    span_mask,
 )
 from .mla import mla_absorb, mla_absorbed, mla_expand
 from .pages import (
@@ -63,6 +64,7 @@ __all__ = [
     "past_mask",
     "ragged_attention",
     "rotate",
+    "span_mask",
     "sequence_slots",
     "table_lengths",
     "tree_depths",

@@ -24,6 +24,7 @@ def paged_attention(
     inline=None,
     window=None,
     k_offsets=None,
+    reach=None,
     softcap=None,
     alibi=None,
     v_width=None,
@@ -42,6 +43,8 @@ def paged_attention(
         As for `first_seen`.
     k_offsets : ``[B]``, optional
         Position of the first column, which chunks depend on; 0 by default.
+    reach : ``[T]``, optional
+        How many columns behind its own a row sees, where `causal`.
     softcap : float, optional
     alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``, k_rope_pos_offset ``[B]``), optional
     v_width : int, optional
@@ -57,14 +60,14 @@ def paged_attention(
     kv_indptr = np.cumsum([0, *(len(rows) for rows, _ in parts)])
     return ragged_attention(
         q, q_indptr, k, v, kv_indptr, sm_scale,
-        causal=causal, inline=inline, window=window, k_offsets=k_offsets, softcap=softcap,
-        alibi=alibi,
+        causal=causal, inline=inline, window=window, k_offsets=k_offsets, reach=reach,
+        softcap=softcap, alibi=alibi,
     )  # fmt: skip
 
 
 def ragged_attention(
     q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None,
-    window=None, k_offsets=None,
+    window=None, k_offsets=None, reach=None,
 ):  # fmt: skip
     """Do what `paged_attention` does, with K and V ``[S, Hk, D]`` by ``kv_indptr [B + 1]``."""
     outputs, lses = [], []
@@ -78,6 +81,8 @@ def ragged_attention(
             k_rows = rotate(k_rows, first_positions[b] + np.arange(kv_len), rope)
         offset = 0 if k_offsets is None else k_offsets[b]
         mask = (causal_mask if causal else past_mask)(num_rows, kv_len, window, offset)
+        if reach is not None and causal:
+            mask = causal_mask(num_rows, kv_len, window, offset, reach[rows])
         bias = None
         if alibi is not None:
             slopes, q_positions, first_positions = alibi

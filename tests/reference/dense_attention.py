@@ -22,15 +22,25 @@ def first_seen(position: np.ndarray, window: int | None) -> np.ndarray:
 
 
 def causal_mask(
-    num_rows: int, kv_len: int, window: int | None = None, offset: int = 0
+    num_rows: int, kv_len: int, window: int | None = None, offset: int = 0, reach=0
 ) -> np.ndarray:
     """``[num_rows, kv_len]``: the rows are the last positions; each sees itself and the past.
 
-    With a window each sees positions from `first_seen` on; the first column is at `offset`.
+    With a window each sees positions from `first_seen` on; the first column is at `offset`. With
+    `reach`, ``[num_rows]``, each sees so many columns behind its own as well.
     """
     column = offset + np.arange(kv_len)[None, :]
     row = offset + kv_len - num_rows + np.arange(num_rows)[:, None]
-    return (column <= row) & (column >= first_seen(row, window))
+    return (column <= row + np.reshape(reach, (-1, 1))) & (column >= first_seen(row, window))
+
+
+def span_mask(begin: int, end: int, spans, window: int | None) -> np.ndarray:
+    """``[end - begin, end]``: what rows see, by ``AND(window, OR(causal, same span))``."""
+    row, column = np.arange(begin, end)[:, None], np.arange(end)[None, :]
+    mask = column <= row
+    for first, last in spans:
+        mask |= (row >= first) & (row < last) & (column >= first) & (column < last)
+    return mask & (column >= first_seen(row, window))
 
 
 def past_mask(num_rows: int, kv_len: int, window: int | None = None, offset: int = 0) -> np.ndarray:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tvm
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
@@ -17,6 +18,7 @@ from .test_frontend import (
     HEAD_DIM,
     NUM_KV_HEADS,
     NUM_LAYERS,
+    NUM_QO_HEADS,
     SM_SCALE,
     _compile,
     _create,
@@ -47,6 +49,27 @@ def test_layers_that_attend_within_chunks():
     check_fused(vm, cache, rope, ["normal", "none"], [-7, None], num_tree_steps=2)
     assert [layer["kind"] for layer in cache.description["layers"]] == kinds
     assert cache.first_position(1, 0) > 0
+
+
+def test_spans():
+    """Rows 3 to 15 of sequence 1 see each other, in the layer with a window within it."""
+    vm = _compile(
+        pkv.PagedKVCache, {"mode": RopeMode.NONE}, kinds=["mha_sliding", "mha"], spans=True,
+        layer_sliding_window_size=7,
+    )  # fmt: skip
+    cache, lengths = _create(vm), [5, 20]
+    for seq_id in (0, 1):
+        cache.add_sequence(seq_id)
+    qkv = _qkv(np.random.default_rng(0), sum(lengths))
+    begin = tvm.get_global_func("pagedkv.begin_forward_with_spans")
+    begin(cache, Shape([0, 1]), Shape(lengths), Shape([1, 3, 16]))
+    outputs = vm["fused"](tvm.runtime.tensor(qkv[None]), cache)
+    cache.end_forward()
+    q, k, v = np.split(qkv[5:], [NUM_QO_HEADS, NUM_QO_HEADS + NUM_KV_HEADS], axis=1)
+    for layer, window in enumerate((7, None)):
+        mask = reference.span_mask(0, 20, [(3, 16)], window)
+        o, _ = reference.attention(q, k, v, mask, SM_SCALE)
+        reference.assert_close(outputs[1 - layer].numpy()[0][5:], o, "float32", f"layer {layer}")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
@@ -98,6 +98,17 @@ def tensors_for(spec: KernelSpec, place: Callable = tensor) -> Callable:
         return place(array, *([16 // array.itemsize] if array.dtype != np.int32 else shift))
 
     return place_aligned
+
+
+def random_reach(rng: np.random.Generator, num_rows: Sequence[int]) -> np.ndarray:
+    """How far rows see behind themselves, where each sequence has spans and rows between them."""
+    reach, starts = np.zeros(sum(num_rows), np.int32), indptr(num_rows)
+    for row, end in zip(starts, starts[1:], strict=False):
+        while row < end:
+            span = min(int(rng.choice([1, 2, 7, 40, 90])), end - row)
+            reach[row : row + span] = np.arange(span)[::-1]
+            row += span + int(rng.integers(3))
+    return reach
 
 
 def indptr(lengths) -> np.ndarray:
@@ -256,16 +267,23 @@ class PagedBatch(Batch):
         kernel(self.tensor(self.q), pages, *self._table(), *outputs)
 
     def prefill(
-        self, causal: bool = True, cpu: str = "native", inline: bool = False, window=None
+        self,
+        causal: bool = True,
+        cpu: str = "native",
+        inline: bool = False,
+        window=None,
+        reach=None,
     ) -> None:
-        """Run `prefill`, or with a window `prefill_sliding`."""
-        kernel = compiled("prefill" if window is None else "prefill_sliding", self.spec, cpu)
+        """Run `prefill`, or with a window `prefill_sliding`; with `reach` those for spans."""
+        name = "prefill" if reach is None else "prefill_spans"
+        kernel = compiled(name if window is None else f"{name}_sliding", self.spec, cpu)
         outputs = [self.o, self.lse, *self.scalars(causal=causal, inline=inline)]
+        outputs += [] if reach is None else [self.tensor(reach)]
         outputs += self.last_arguments(window)
         q = (self.tensor(self.q), self.tensor(self.q_indptr))
         kernel(*q, self.tensor(pool_of(self.spec, self.pages)), *self._table(), *outputs)
 
-    def expected(self, causal: bool = True, inline: bool = False, window=None):
+    def expected(self, causal: bool = True, inline: bool = False, window=None, reach=None):
         """Return the reference's `(o, lse)`."""
         return reference.paged_attention(
             self.q,
@@ -279,6 +297,7 @@ class PagedBatch(Batch):
             inline=self.reference_rope(inline),
             window=window,
             k_offsets=self.k_offsets,
+            reach=reach,
             softcap=self.spec.logit_softcap,
             alibi=self.reference_alibi(),
             v_width=self.spec.v_head_dim,

@@ -33,7 +33,8 @@ def make_world(phase: str) -> Any:
     phase : str
         "idle": outside a step; "step": within one; "tree": between two, with uncommitted nodes;
         "import": while sequence `IMPORTED` lacks the pages of a layer; "imported": with all pages
-        of it, before `finish_import`; "windows": outside a step, where sequences may have windows;
+        of it, before `finish_import`; "windows": outside a step, where sequences may have windows
+        and steps spans;
         "textless": outside a step, before any tokens are recorded;
         "lists": within a step, with layers that attend to lists and an index lane;
         "receive": while sequence 2 receives; "send": while sequence 1 is sent to receiver 0.
@@ -86,7 +87,7 @@ def make_world(phase: str) -> Any:
 
 
 def _window_world() -> Any:
-    cache = make_cache(sliding_window=True)
+    cache = make_cache({"prefill_spans": KERNELS["prefill"]}, sliding_window=True)
     for seq_id, length in LENGTHS.items():
         cache.add_sequence(seq_id)
         with cache.forward([seq_id], [length]):
@@ -286,6 +287,11 @@ APPENDS = shape(
     STEP_LENGTHS, zero=(3, 0), negative=(3, -2), low=(INT64_MIN, 1), high=(1, INT64_MAX),
     overflow=(INT64_MAX, INT64_MAX), to_zero=(2**62, 2**62), wide=(WIDE + 3, 2), int32=(2**31, 1),
     none=(), one=(5,), three=(1, 1, 1), chunk=(32, 1), many=(1,) * 10_000,
+)  # fmt: skip
+SPANS = shape(
+    (0, 6, 9), few=(0, 6), before=(0, 5, 8), behind=(0, 6, 10), empty=(0, 6, 6), turned=(0, 8, 7),
+    unknown=(UNKNOWN, 6, 9), other=(2, 6, 8), overlap=(0, 6, 8, 0, 7, 9), low=(0, INT64_MIN, 9),
+    high=(0, 6, INT64_MAX), wide=(WIDE, 6, 9), wide_begin=(0, WIDE + 6, WIDE + 9),
 )  # fmt: skip
 TREE = Kind(
     lambda: None,

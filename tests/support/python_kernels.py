@@ -106,10 +106,11 @@ def decode(
     indptr = tvm.runtime.tensor(np.arange(len(view(q)) + 1, dtype="int32"))
     # With a window the caller leaves out the row itself where it is not in the pages; a chunk
     # begins where that of the row does.
-    num_pages, page_size = np.diff(view(page_indptr)), view(pages).shape[3]
-    kv_lens = np.where(num_pages > 0, (num_pages - 1) * page_size + view(length_info), 0)
-    own = view(q_positions) - view(k_offsets)
-    is_past = window is not None and window < 0 and bool((own >= kv_lens).all())
+    is_past = False
+    if window is not None and window < 0:
+        num_pages, page_size = np.diff(view(page_indptr)), view(pages).shape[3]
+        kv_lens = np.where(num_pages > 0, (num_pages - 1) * page_size + view(length_info), 0)
+        is_past = bool((view(q_positions) - view(k_offsets) >= kv_lens).all())
     prefill(
         q, indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
         int(not is_past), rotary_mode, rope_scale, rope_theta, sm_scale, window, **extras,

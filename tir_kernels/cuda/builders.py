@@ -16,6 +16,8 @@ BUILDERS: dict[str, Callable] = {
     "prefill_windowed": prefill.prefill_windowed,
     "prefill_sliding": prefill.prefill_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
+    "prefill_spans": prefill.prefill_spans,
+    "prefill_spans_sliding": prefill.prefill_spans_sliding,
     "prefill_shared": shared.prefill_shared,
     "tree_paged": prefill.tree_paged,
     "tree_paged_sliding": prefill.tree_paged_sliding,

@@ -8,7 +8,7 @@ kind of window is a new object here and leaves the skeletons alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tvm.script import tirx as T
 
@@ -217,9 +217,12 @@ class CausalMask:
     Parameters
     ----------
     causal : int32 expression; 0 lets every row see every column.
+    reach : callable, optional
+        How many columns behind its own a row of the sequence sees.
     """
 
     causal: object
+    reach: Callable | None = field(default=None, kw_only=True)
 
     # Whether rows do not see some first columns either: then there is `begin`.
     has_window = False
@@ -227,7 +230,10 @@ class CausalMask:
 
     def end(self, row, num_rows, kv_len):
         """First column that `row` does not see; never less for a later row."""
-        bound = T.max(T.min(kv_len - num_rows + row + 1, kv_len), 0)
+        bound = kv_len - num_rows + row + 1
+        if self.reach is not None:
+            bound += self.reach(T.min(row, num_rows - 1))
+        bound = T.max(T.min(bound, kv_len), 0)
         return T.if_then_else(self.causal != 0, bound, kv_len)
 
     def own(self, row, num_rows, kv_len):
@@ -263,12 +269,35 @@ class CausalMask:
     def begin_sequence(self, sequence, kv_len) -> None:
         """Nothing to know of a sequence."""
 
-    def beginning_at(self, k_offset) -> CausalMask:
-        """Return the mask of a sequence: the same, wherever its column 0 is."""
-        return self
+    def of_sequence(self, k_offset, first_row) -> CausalMask:
+        """Return the mask of a sequence.
+
+        Parameters
+        ----------
+        k_offset : int32 expression
+            Position of its column 0.
+        first_row : int32 expression
+            The first of its rows among those of the step.
+        """
+        if self.reach is None:
+            return self
+        reach = self.reach
+        return replace(self, reach=lambda row: reach(first_row + row))
 
     def begin_tile(self, first, rope) -> None:
         """Nothing to know of a tile of columns."""
+
+
+def mask_of(a) -> CausalMask:
+    """Return the mask that the arguments of a kernel tell, of all sequences.
+
+    Rows of a span that is attended to in both directions see to its end; a window still says where
+    they begin to see.
+    """
+    reach = None if a.row_reach is None else lambda row: a.row_reach[row]
+    if a.window is None:
+        return CausalMask(a.causal, reach=reach)
+    return WindowMask(a.causal, a.window, reach=reach)
 
 
 def first_in_window(window, position):
@@ -301,9 +330,9 @@ class WindowMask(CausalMask):
     k_offset: object = 0
     has_window = True
 
-    def beginning_at(self, k_offset) -> WindowMask:
-        """Return the mask of a sequence whose column 0 is at position `k_offset`."""
-        return replace(self, k_offset=k_offset)
+    def of_sequence(self, k_offset, first_row) -> CausalMask:
+        """Return the mask of a sequence, as `CausalMask.of_sequence` does."""
+        return replace(super().of_sequence(k_offset, first_row), k_offset=k_offset)
 
     def begin(self, row, num_rows, kv_len):
         """First column that `row` sees; never less for a later row."""

@@ -30,6 +30,7 @@ window               scalar                int32    positions that a row sees, i
                                                     -n: rows see those of their chunk of n positions
 sink_logits          ``[Hq]``              float32  natural logits that join the softmax of all
                                                     rows of a head; -inf: none
+row_reach            ``[T]``               int32    columns behind its own that a row sees
 rotary_mode          scalar                int32    1: rotate Q and K inside the kernel
 rope_scale, _theta   scalar                float32  those of the spec, where rotary_mode is 1
 sm_scale             scalar                float32  factor on the logits
@@ -112,6 +113,7 @@ class AttentionInputs:
     tree_order: Any = None
     causal: Any = None
     window: Any = None
+    row_reach: Any = None
     rotary_mode: Any = None
     rope_scale: Any = None
     rope_theta: Any = None

@@ -170,6 +170,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         append_lengths: Sequence[int],
         token_tree_parents: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
+        spans: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
         """Begin a step that appends `append_lengths[i]` rows to sequence `seq_ids[i]`.
 
@@ -185,15 +186,19 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         tokens : sequence of int, optional
             The token id of each row, so that `add_sequence` finds these pages once the step has
             ended. The tokens of all positions before them must be recorded, and the rows must not
-            be nodes of token trees.
+            be nodes of token trees or in spans.
+        spans : sequence of (int, int, int), optional
+            Spans ``(sequence, begin, end)`` whose rows see to the end of their span, as the tokens
+            of an image or of the prefix of a prefix-LM do. `begin` and `end` count from the start
+            of the sequence, and a span lies within the step. Needs ``KVCacheConfig(spans=True)``.
 
         Raises
         ------
         KeyError
             If there is no such sequence.
         ValueError
-            If ids repeat, a length or the total is out of range, or the tree or `tokens` are
-            invalid.
+            If ids repeat, a length or the total is out of range, or the tree, `tokens` or `spans`
+            are invalid.
         CacheFullError
             If too few pages are available.
         """
@@ -202,7 +207,13 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         if tree is not None:
             tree = as_shape("token_tree_parents", tree)
         recorded = None if tokens is None else as_tokens(tokens)
-        global_function(STATE + "begin_forward")(self, ids, lengths, tree)
+        if spans is None:
+            global_function(STATE + "begin_forward")(self, ids, lengths, tree)
+        elif tree is not None:
+            raise ValueError("a step has token_tree_parents or spans, not both")
+        else:
+            flat = as_shape("spans", [number for span in spans for number in span])
+            global_function("pagedkv.begin_forward_with_spans")(self, ids, lengths, flat)
         if recorded is None:
             return
         try:
@@ -244,6 +255,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         append_lengths: Sequence[int],
         token_tree_parents: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
+        spans: Sequence[tuple[int, int, int]] | None = None,
     ) -> Iterator[KVCache]:
         """Run a step as a context manager: `begin_forward` on entry, `end_forward` on exit.
 
@@ -251,7 +263,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
 
         Parameters
         ----------
-        seq_ids, append_lengths, token_tree_parents, tokens
+        seq_ids, append_lengths, token_tree_parents, tokens, spans
             As for `begin_forward`, and so are its errors.
 
         Yields
@@ -266,7 +278,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
             for an MLA layer `append_mla_kv`, for a recurrent one `recurrent` and, if it has one,
             `conv`. Its new slots hold no data, so the step is aborted.
         """
-        self.begin_forward(seq_ids, append_lengths, token_tree_parents, tokens)
+        self.begin_forward(seq_ids, append_lengths, token_tree_parents, tokens, spans)
         try:
             yield self
             missing = global_function("pagedkv.missing_layers")(self)

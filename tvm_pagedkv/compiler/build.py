@@ -18,7 +18,14 @@ from tir_kernels.index_spec import IndexSpec
 from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import KernelSpec, RopeSpec
 
-from ..config import WINDOW_KINDS, KVCacheConfig, ResolvedConfig, ResolvedLayer, RopeConfig
+from ..config import (
+    MHA_KINDS,
+    WINDOW_KINDS,
+    KVCacheConfig,
+    ResolvedConfig,
+    ResolvedLayer,
+    RopeConfig,
+)
 from .codec_cost import warn_if_slow
 from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
@@ -80,6 +87,7 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         original_v_head_dim=layer.mla_original_v_head_dim or 0,
         lists=layer.lists,
         sink_logits=layer.sink_logits,
+        spans=config.spans and layer.kind in MHA_KINDS,
     )
 
 

@@ -67,6 +67,9 @@ class KVCacheConfig:
         as in TVM's own cache. None: True if a layer has RoPE mode "normal".
     logit_softcap : float, optional
         Soft-cap of the attention logits: ``cap * tanh(logit / cap)``.
+    spans : bool
+        Whether steps can have spans whose rows see to the span's end: `KVCache.begin_forward` with
+        `spans`. Not possible with MLA layers and lists.
     share_prefix : bool
         Whether attention reads pages that several sequences of a step share only once, where that
         is faster; see `KVCache.fork_sequence`.
@@ -108,6 +111,7 @@ class KVCacheConfig:
     sliding_window: bool = False
     sliding_window_includes_self: bool | None = None
     logit_softcap: float | None = None
+    spans: bool = False
     share_prefix: bool = True
     alibi: bool | Sequence[float] | None = None
     enable_kv_transfer: bool = False
@@ -135,8 +139,9 @@ class KVCacheConfig:
         check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
-        if not isinstance(self.share_prefix, bool):
-            raise TypeError(f"share_prefix must be a bool, got {self.share_prefix!r}")
+        for name in ("share_prefix", "spans"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not isinstance(self.rope, RopeConfig):
             raise TypeError(f"rope must be a RopeConfig, got {self.rope!r}")
         if self.logit_softcap is not None:
@@ -160,6 +165,8 @@ class KVCacheConfig:
                 f"layer {index}: sliding_window is not possible with layers that attend within "
                 "chunks"
             )
+        if self.spans:
+            _check_spans(layers)
         self._check_recurrent_layers(layers)
         modes = {layer.rope.mode for layer in layers if layer.kind in MHA_KINDS}
         if self.sliding_window and {"normal", "inline"} <= modes:
@@ -178,6 +185,7 @@ class KVCacheConfig:
             sliding_window=self.sliding_window,
             sliding_window_includes_self=self._resolved_window_convention(layers),
             logit_softcap=self.logit_softcap,
+            spans=self.spans,
             share_prefix=self.share_prefix,
             enable_kv_transfer=self.enable_kv_transfer,
             layer_indptr=self._resolved_stages(),
@@ -275,3 +283,10 @@ class KVCacheConfig:
         before a commit.
         """
         return memory_bytes(self.resolved())
+
+
+def _check_spans(layers: Sequence[ResolvedLayer]) -> None:
+    for index, layer in enumerate(layers):
+        if layer.kind in LATENT_KINDS or layer.lists:
+            what = "lists" if layer.lists else f"kind {layer.kind!r}"
+            raise ValueError(f"layer {index}: spans are not possible with layers of {what}")

@@ -44,6 +44,7 @@ def _memory_bytes_of(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) ->
     arrays = [2 * num_rows, num_sequences + 1]  # token trees
     arrays += [num_sequences + 1, num_sequences]
     arrays += [num_rows, num_rows]  # positions in sequences, and for RoPE
+    arrays += [num_rows] if config.spans else []
     for spec in groups.values():
         arrays += [num_sequences + 1, config.num_pages_of(spec)]
         length_rows = 4 if config.sliding_window and spec.window is None else 1

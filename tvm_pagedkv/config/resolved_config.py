@@ -28,6 +28,7 @@ class ResolvedConfig:
     sliding_window: bool
     sliding_window_includes_self: bool
     logit_softcap: float | None
+    spans: bool
     share_prefix: bool
     enable_kv_transfer: bool
     layer_indptr: tuple[int, ...]

@@ -168,9 +168,13 @@ class ConstructorKernels:
             specs["prefill_shared"] = self.mha
             if "append_prefill" in kernel_names(self.mha):
                 specs["append_prefill"] = self.mha
+            if self.mha.spans:
+                specs["prefill_spans"] = self.mha
         if "mha_sliding" in self.kinds:
             for name in ("prefill_ragged_sliding", "tree_paged_sliding", "tree_sliding"):
                 specs[name] = self.mha
+            if self.mha.spans:
+                specs["prefill_spans_sliding"] = self.mha
         if self.mla:
             specs |= {"mla_prefill_shared": self.mla, "mla_tree": self.mla}
         if not (self.mha and self.mla):  # whose pages differ

@@ -114,6 +114,8 @@ class PagedKVCache(PagedKVCacheObject):
         in models whose layers have pages of one shape.
     sink_logits : bool
         Whether all attention layers have learned sinks, as for `LayerSpec`.
+    spans : bool
+        Whether steps can have spans whose rows see to the span's end, as for `KVCacheConfig`.
     runtime : {"pagedkv", "stock"}
         "stock" emits a cache that TVM's own runtime object can run as well.
 
@@ -167,6 +169,7 @@ class PagedKVCache(PagedKVCacheObject):
         kv_dtype: str | None = None,
         lists: bool = False,
         sink_logits: bool = False,
+        spans: bool = False,
         runtime: str = "pagedkv",
     ) -> None:
         if runtime not in MODEL_CONSTRUCTORS:
@@ -186,6 +189,8 @@ class PagedKVCache(PagedKVCacheObject):
                 "the stock runtime has one rotation for all layers; choose runtime 'pagedkv', or "
                 "RopeMode.NONE and rotate in the model"
             )
+        if runtime == "stock" and spans:
+            raise ValueError("spans need runtime 'pagedkv'")
         if runtime == "stock" and "mha_chunked" in kinds:
             raise ValueError(
                 "the stock runtime has no layers that attend within chunks; choose runtime "
@@ -241,6 +246,7 @@ class PagedKVCache(PagedKVCacheObject):
             sliding_window_includes_self=sliding_window_includes_self,
             logit_softcap=logit_softcap,
             alibi=alibi,
+            spans=spans,
         ).resolved()
         if runtime == "stock" and config.kv_dtype != dtype:
             raise ValueError(

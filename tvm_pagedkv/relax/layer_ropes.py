@@ -22,7 +22,7 @@ _APPENDING = {"split_rotary", "rope_append", "append_prefill"}
 _ATTENDING = {
     "prefill", "decode", "tree_paged", "prefill_ragged", "tree", "prefill_shared",
     "prefill_sliding", "decode_sliding", "tree_paged_sliding", "prefill_ragged_sliding",
-    "tree_sliding",
+    "tree_sliding", "prefill_spans", "prefill_spans_sliding",
 }  # fmt: skip
 
 

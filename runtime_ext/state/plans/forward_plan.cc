@@ -33,6 +33,7 @@ void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths,
   advances_.are_possible = advances_.is_current = false;
   advances_.num_page_ids = -1;
   tree_parents_ = tree_parents;
+  has_spans_ = false;
   PrepareItems(sequence_ids, append_lengths);
   PrepareTrees();
   for (int32_t g = 0; g < table_->num_groups(); ++g) CountPages(g);
@@ -315,6 +316,7 @@ void ForwardPlan::Commit() noexcept {
     if (item.sequence->receive) item.sequence->receive->is_in_step = true;
     table_->Grow(item.sequence, item.num_append);
   }
+  MarkSpans();
 }
 
 void ForwardPlan::Finish(bool is_written) noexcept {

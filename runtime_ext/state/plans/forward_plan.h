@@ -55,6 +55,13 @@ class ForwardPlan {
   void Prepare(IntSpan sequence_ids, IntSpan append_lengths,
                std::optional<IntSpan> tree_parents = std::nullopt);
   /*!
+   * \brief After Prepare, lets rows of spans see to the end of their span.
+   * \param spans Triples: a sequence of the batch, and the positions where the span begins and
+   *   ends.
+   * \throws Error (ValueError); the step has no spans then.
+   */
+  void PrepareSpans(IntSpan spans);
+  /*!
    * \brief Prepares the step by moving the last one forward by a row of each sequence.
    * \return False where that is not possible. Then Prepare says what is wrong, if anything.
    */
@@ -128,6 +135,10 @@ class ForwardPlan {
   int64_t num_tree_nodes() const { return num_tree_nodes_; }
   /*! \brief Whether some of them are of earlier steps. */
   bool has_earlier_nodes() const { return num_tree_nodes_ > num_rows_; }
+  /*! \brief Whether rows see columns behind their own. */
+  bool has_spans() const { return has_spans_; }
+  /*! \brief How many columns behind its own each row sees, [num_rows], where there are spans. */
+  const std::vector<int32_t>& row_reach() const { return row_reach_; }
   /*! \brief The pages that are in segments instead. */
   const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
   const StatePlan& states(int32_t state_group) const { return states_[state_group]; }
@@ -183,6 +194,8 @@ class ForwardPlan {
     return {tree_parents_->data + item.first_row, static_cast<size_t>(item.num_append)};
   }
   void PrepareStates();
+  const Item& ItemOfSpan(int64_t id, int64_t begin, int64_t end) const;
+  void MarkSpans() noexcept;
   void FindSharedLastPages(int32_t group);
   bool MustCopyLastPage(int32_t group, size_t item) const;
   void CountPages(int32_t group);
@@ -213,6 +226,8 @@ class ForwardPlan {
   int64_t num_removals_ = 0;  // of the table, when the items were sequences of it
   std::optional<IntSpan> tree_parents_;
   bool needs_tree_mask_ = false;
+  bool has_spans_ = false;
+  std::vector<int32_t> row_reach_;  // [num_rows]
   int64_t num_tree_nodes_ = 0;
   std::vector<Item> items_;
   std::vector<GroupPages> groups_;

@@ -107,9 +107,14 @@ int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpa
 void PrefixIndex::Record(Sequence* sequence, TokenSpan tokens) {
   RequireNoWindow(*sequence, "have its tokens recorded");
   const int64_t num_recorded = NumRecorded(*sequence);
-  const int64_t num_missing = sequence->publishable_length() - num_recorded;
+  const int64_t num_missing = sequence->recordable_length() - num_recorded;
   if (tokens.size > num_missing) {
     RequireWritten(*sequence, num_recorded + tokens.size, "have its tokens recorded");
+    if (sequence->first_span <= sequence->publishable_length()) {
+      Raise(kValueError, "sequence ", sequence->id, " cannot have tokens from position ",
+            sequence->first_span, " on recorded: there begins a span, whose rows depend on what ",
+            "follows them");
+    }
     Raise(kValueError, "sequence ", sequence->id, " has ", sequence->publishable_length(),
           " committed positions, and the tokens of ", num_recorded,
           " are recorded, so it takes at most ", num_missing, " more, got ", tokens.size);
@@ -228,9 +233,9 @@ void PrefixIndex::CheckIntegrity(const std::unordered_map<int64_t, Sequence>& se
   for (const auto& [id, sequence] : sequences) {
     if (sequence.tokens == nullptr) continue;
     ++num_cursors[sequence.tokens->cursor.node];
-    if (NumRecorded(sequence) > sequence.publishable_length() || sequence.window.IsSet()) {
+    if (NumRecorded(sequence) > sequence.recordable_length() || sequence.window.IsSet()) {
       Raise(kRuntimeError, "sequence ", id, " has the tokens of ", NumRecorded(sequence),
-            " positions, but only ", sequence.publishable_length(), " that may be published");
+            " positions, but only ", sequence.recordable_length(), " that may be published");
     }
   }
   tree_.CheckIntegrity(std::move(num_cursors), num_keepers);

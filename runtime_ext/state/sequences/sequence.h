@@ -105,16 +105,23 @@ struct Sequence {
    * behind it were computed from it. A pop back to it removes the mark. */
   int64_t first_unwritten = kAllWritten;
 
+  /*! \brief The text position where the first span begins whose rows see later positions. Rows of
+   * a span depend on what follows them in it, so the text before it alone may be found by its
+   * tokens. A pop back to it removes the mark. */
+  int64_t first_span = kAllWritten;
+
   int64_t committed_length() const { return length - tree.size(); }
   /*!
    * \brief Leading positions that are committed, have arrived, and were written by every layer.
    *
-   * Only these may be found by their tokens, stored, sent or saved. For sequences without a window:
-   * of others, nothing is.
+   * Only these may be sent or saved, and those of them before a span found by their tokens. For
+   * sequences without a window: of others, nothing is.
    */
   int64_t publishable_length() const {
     return std::min(receive ? receive->begin : committed_length(), first_unwritten);
   }
+  /*! \brief Leading positions that may be found by their tokens, and stored. */
+  int64_t recordable_length() const { return std::min(publishable_length(), first_span); }
 };
 
 /*! \throws Error (ValueError) when the sequence has a window or dropped positions. */

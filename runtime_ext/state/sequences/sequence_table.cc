@@ -236,6 +236,7 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
   if (window.TextLength(position) > source.first_unwritten) {
     target->first_unwritten = source.first_unwritten;
   }
+  if (window.TextLength(position) > source.first_span) target->first_span = source.first_span;
   target->pages = std::move(pages);
   target->first_pages = std::move(first_pages);
   Grow(target, position);
@@ -296,6 +297,9 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
   SequenceWindow& window = sequence->window;
   if (window.TextLength(length) <= sequence->first_unwritten) {
     sequence->first_unwritten = Sequence::kAllWritten;
+  }
+  if (window.TextLength(length) <= sequence->first_span) {
+    sequence->first_span = Sequence::kAllWritten;
   }
   const bool has_lost_window = length <= window.num_sinks;
   for (int32_t g = 0; g < num_groups(); ++g) {

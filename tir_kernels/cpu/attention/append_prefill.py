@@ -23,7 +23,7 @@ from .. import simd
 from ..components.inline_rope import NoRotation
 from ..components.rows import CosSin, RowCopy, RowRotation, Worker
 from ..simd import F32, load, store, temp
-from .prefill import TREE, paged
+from .prefill import SPANS, TREE, paged
 
 
 class RotationTable(NoRotation):
@@ -122,5 +122,5 @@ def append_prefill(spec: KernelSpec):
         _append(spec, a, table)
         return replace(a, mask=CausalMask(1), rope=table)
 
-    absent = {"q", "causal", "rotary_mode", "rope_scale", "rope_theta", "window"} | TREE
+    absent = {"q", "causal", "rotary_mode", "rope_scale", "rope_theta", "window"} | SPANS | TREE
     return paged(spec, absent, lengths=Lengths.WINDOWS, has_singles=False, prepare=append)

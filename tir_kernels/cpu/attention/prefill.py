@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
-from ...semantics.visibility import CausalMask, WindowMask, lengths_of
+from ...semantics.visibility import CausalMask, lengths_of, mask_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import (
     AttentionInputs,
@@ -116,10 +116,11 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
         k_offset = a.k_rope_pos_offset[tiles.sequence]
         a.rope.begin_sequence(k_offset + kv_len - gap.num_dropped)
         mask.begin_sequence(tiles.sequence, kv_len)
+        seen = T.meta_var(mask.of_sequence(k_offset, tiles.first_row))
         rows.begin(tiles.first_row + tiles.first_token, tiles.num_tokens, tiles.head)
         for i in range(gap.num_spans):
             span = T.meta_var(gap.span(i, kv_len, k_offset))
-            bounds = T.meta_var(RowBounds(mask.beginning_at(k_offset), span, tiles, rows, kv_len))
+            bounds = T.meta_var(RowBounds(seen, span, tiles, rows, kv_len))
             rows.begin_span()
             begin = bounds.first(spec.target.lanes)
             end = bounds.last(begin)
@@ -177,8 +178,7 @@ def described(
         return replace(a, tree=trees)
     if a.mask is not None:
         return a
-    mask = CausalMask(a.causal) if a.window is None else WindowMask(a.causal, a.window)
-    return replace(a, mask=mask)
+    return replace(a, mask=mask_of(a))
 
 
 def paged(
@@ -232,6 +232,7 @@ def paged(
         sm_scale: T.float32,
         tree_order_indptr: T.handle,
         tree_order: T.handle,
+        row_reach: T.handle,
         window: T.int32,
         sink_logits: T.handle,
     ):
@@ -263,6 +264,7 @@ def paged(
                 tree_order=match_int32(tree_order, num_nodes, 2),
                 window=window,
                 sink_logits=match_float32(sink_logits, num_heads),
+                row_reach=match_int32(row_reach, num_rows),
                 length_form=lengths,
             )
         )
@@ -339,7 +341,7 @@ def ragged(spec: KernelSpec, absent: set[str]):
     return prefill_ragged
 
 
-FUSED = {"qkv", "rope_position", "position_map", "apply_rope"}
+FUSED, SPANS = {"qkv", "rope_position", "position_map", "apply_rope"}, {"row_reach"}
 TREE = {"tree_order_indptr", "tree_order"}
 
 
@@ -350,7 +352,7 @@ def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, mask: type = C
     """
     return paged(
         spec,
-        {"window"} | FUSED | TREE,
+        {"window"} | SPANS | FUSED | TREE,
         lengths=lengths,
         has_singles=mask.sees is None,
         prepare=lambda a: replace(a, mask=mask(a.causal)),
@@ -375,6 +377,16 @@ def prefill_sliding(spec: KernelSpec):
     begin anywhere in it: columns are counted from the first slot of the table, which is position
     ``k_rope_pos_offset[b]`` of the sequence.
     """
+    return paged(spec, SPANS | FUSED | TREE)
+
+
+def prefill_spans(spec: KernelSpec):
+    """Build `prefill` of steps with spans that are attended to in both directions: `row_reach`."""
+    return paged(spec, {"window"} | FUSED | TREE, lengths=Lengths.WINDOWS)
+
+
+def prefill_spans_sliding(spec: KernelSpec):
+    """Build `prefill_spans` of layers with a window, as in `prefill_sliding`."""
     return paged(spec, FUSED | TREE)
 
 

@@ -18,7 +18,7 @@ from ...semantics.visibility import WindowMask
 from ...signatures.inputs import Elements, Lengths, PagedInputs
 from ...spec import KernelSpec
 from .decode import decode
-from .prefill import FUSED, TREE, paged
+from .prefill import FUSED, SPANS, TREE, paged
 
 
 class _StockWindowMask(WindowMask):
@@ -31,7 +31,7 @@ class _StockWindowMask(WindowMask):
         super().__init__(causal, window)
         self.num_hidden_of = num_hidden
 
-    def beginning_at(self, k_offset) -> WindowMask:
+    def of_sequence(self, k_offset, first_row) -> WindowMask:
         """Return the mask of a sequence: a window does not depend on where its column 0 is."""
         return self
 
@@ -89,7 +89,7 @@ def prefill_sliding(spec: KernelSpec, window: int):
 
     return paged(
         spec,
-        {"window"} | FUSED | TREE,
+        {"window"} | SPANS | FUSED | TREE,
         lengths=Lengths.MATRIX,
         prepare=lambda a: _described(a, a.causal, window),
     )

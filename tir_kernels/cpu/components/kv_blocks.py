@@ -78,7 +78,7 @@ class VisibleSpans:
         self.end = span.end
         self.k_offset = span.k_offset
         if self.mask.has_window:
-            mask = T.meta_var(self.mask.beginning_at(self.first_position))
+            mask = T.meta_var(self.mask.of_sequence(self.first_position, 0))
             self.begin = mask.begin_of_single(self.kv_len, self.q_position)
         elif span.begin is not None:
             self.begin = span.begin

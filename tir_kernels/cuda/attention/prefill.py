@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...script import prim_func
 from ...semantics.rotary_mode import require_own_rotation
-from ...semantics.visibility import CausalMask, WindowMask, lengths_of
+from ...semantics.visibility import CausalMask, lengths_of, mask_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import AttentionInputs, Lengths, PagedInputs, RaggedInputs
 from ...spec import KernelSpec
@@ -35,7 +35,7 @@ def visible_columns(a: AttentionInputs) -> CausalMask:
         return a.mask
     if a.tree_order is not None:
         return CausalMask(T.int32(1))
-    return CausalMask(a.causal) if a.window is None else WindowMask(a.causal, a.window)
+    return mask_of(a)
 
 
 def batch_of_pages(spec: KernelSpec, a: PagedInputs) -> Batch:
@@ -99,6 +99,7 @@ def over_pages(
         sm_scale: T.float32,
         tree_order_indptr: T.handle,
         tree_order: T.handle,
+        row_reach: T.handle,
         window: T.int32,
         sink_logits: T.handle,
     ):
@@ -126,6 +127,7 @@ def over_pages(
                 tree_order=match_int32(tree_order, num_nodes, 2),
                 window=window,
                 sink_logits=match_float32(sink_logits, num_heads),
+                row_reach=match_int32(row_reach, num_rows),
                 length_form=lengths,
                 mask=None if mask is None else mask(causal),
             )
@@ -218,7 +220,7 @@ def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, mask: type = C
 
     `mask` is a class of masks, made of the argument `causal`.
     """
-    return over_pages(spec, (*_TREE, "window"), lengths, mask=mask)
+    return over_pages(spec, (*_TREE, "window", "row_reach"), lengths, mask=mask)
 
 
 def prefill_windowed(spec: KernelSpec):
@@ -232,6 +234,16 @@ def prefill_sliding(spec: KernelSpec):
     With a negative `window` it sees its chunk of ``-window`` positions, up to its own. The rows of
     a sequence are the last positions of its pages, or follow them where `causal` is 0.
     """
+    return over_pages(spec, (*_TREE, "row_reach"))
+
+
+def prefill_spans(spec: KernelSpec):
+    """Build `prefill` of steps with spans that are attended to in both directions: `row_reach`."""
+    return over_pages(spec, (*_TREE, "window"), Lengths.WINDOWS)
+
+
+def prefill_spans_sliding(spec: KernelSpec):
+    """Build `prefill_spans` of layers with a window, as in `prefill_sliding`."""
     return over_pages(spec, _TREE)
 
 
@@ -257,7 +269,7 @@ def tree_paged(spec: KernelSpec):
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
     columns before the tree; q_rope_position should say the same of the rows.
     """
-    return over_pages(spec, ("causal", "window"), max_rows=TREE_ROWS)
+    return over_pages(spec, ("causal", "window", "row_reach"), max_rows=TREE_ROWS)
 
 
 def tree_paged_sliding(spec: KernelSpec):
@@ -268,7 +280,7 @@ def tree_paged_sliding(spec: KernelSpec):
     are those of RoPE, whatever the rotary_mode: q_rope_position of the rows; k_rope_pos_offset plus
     the column before the tree; and of a node its depth more than there are columns before the tree.
     """
-    return over_pages(spec, ("causal",), max_rows=TREE_ROWS)
+    return over_pages(spec, ("causal", "row_reach"), max_rows=TREE_ROWS)
 
 
 def tree(spec: KernelSpec):
@@ -293,9 +305,9 @@ def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     A latent row is K, and its first columns are V, so a tile of it is copied once and multiplied
     twice. All query heads are rows of a tile. `mask` is a class of masks, made of `causal`.
     """
-    return over_pages(spec, (*_ROTATION, *_TREE, "window"), mask=mask)
+    return over_pages(spec, (*_ROTATION, *_TREE, "window", "row_reach"), mask=mask)
 
 
 def mla_tree(spec: KernelSpec):
     """Absorbed attention of new tree nodes; rows see what they see in `tree_paged`."""
-    return over_pages(spec, (*_ROTATION, "causal", "window"), max_rows=TREE_ROWS)
+    return over_pages(spec, (*_ROTATION, "causal", "window", "row_reach"), max_rows=TREE_ROWS)

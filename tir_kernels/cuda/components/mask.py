@@ -87,17 +87,20 @@ class TileMask:
         """Return the function from columns of the tile at `first` to their RoPE positions."""
         return lambda column: span.k_offset + self.tree.position(first, column)
 
+    def _visible(self) -> CausalMask:
+        return self.visible.of_sequence(self.k_offset, self.work.first_row)
+
     def row_end(self, row):
         """Return the column behind the last one that a row of the tile sees."""
         work = self.work
-        return self.visible.end(self.rows.token(row), work.num_rows, work.kv_len)
+        return self._visible().end(self.rows.token(row), work.num_rows, work.kv_len)
 
     def row_begin(self, row, span: Span):
         """Return the first column of a span that a row of the tile sees."""
         arguments = self.rows.token(row), self.work.num_rows, self.work.kv_len
         begin = T.int32(0)
         if self.visible.has_window:
-            begin = self.visible.beginning_at(self.k_offset).begin(*arguments)
+            begin = self._visible().begin(*arguments)
         if span.begin is None:
             return begin
         return T.max(begin, span.first_seen(self.visible.own(*arguments)))

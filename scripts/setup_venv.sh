@@ -3,11 +3,13 @@
 # is missing, installs the project into it if the sources have changed, and activates it. Prints one
 # line per phase, and pip's last lines only if it fails.
 #
+# TVM_PAGEDKV_VENV names another folder than .venv, for another apache-tvm (scripts/test_older.sh).
+#
 # The C++ is built within .venv and stays in build/: other extras install packages only, and a
 # changed Python file is copied only.
 
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-_venv="$_root/.venv"
+_venv="${TVM_PAGEDKV_VENV:-$_root/.venv}"
 _extras="$1"
 
 _sum() { # of the contents and names of the files under the given paths

@@ -16,6 +16,7 @@ from .recurrent_sets import builders_of as recurrent_builders
 from .recurrent_sets import conv_kernels as conv_kernels
 from .recurrent_sets import recurrent_kernels as recurrent_kernels
 from .recurrent_spec import RecurrentSpec
+from .releases import require_cuda
 from .spec import CudaTarget, KernelSpec, VectorTarget
 
 BUILDERS: dict[str, Callable] = {
@@ -134,7 +135,11 @@ def build_kernel(name: str, spec: KernelSpec | RecurrentSpec | ConvSpec | IndexS
     ------
     ValueError
         For an unknown name, and for a spec that the kernel does not support.
+    RuntimeError
+        For a GPU, if the installed apache-tvm cannot generate code of such kernels.
     """
+    if isinstance(spec, KernelSpec) and isinstance(spec.target, CudaTarget):
+        require_cuda()
     known = BUILDERS if isinstance(spec, KernelSpec) else recurrent_builders(spec)
     if name not in known:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(known)}")

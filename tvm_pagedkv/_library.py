@@ -11,7 +11,8 @@ from pathlib import Path
 from . import threads
 from ._errors import CacheFullError
 
-REQUIRED_TVM = "apache-tvm>=0.27,<0.28"
+REQUIRED_TVM = "apache-tvm>=0.26,<0.28"
+SERIES = ("0.26", "0.27")  # of apache-tvm
 
 
 def _check_tvm_version() -> None:
@@ -22,7 +23,7 @@ def _check_tvm_version() -> None:
         raise ImportError(
             f"tvm_pagedkv needs {REQUIRED_TVM}, which is not installed; {hint}"
         ) from None
-    if version.split(".")[:2] != ["0", "27"]:
+    if ".".join(version.split(".")[:2]) not in SERIES:
         raise ImportError(f"tvm_pagedkv needs {REQUIRED_TVM}, found {version}; {hint}")
 
 

@@ -16,11 +16,11 @@ import gpu_check_configs
 import tvm
 import tvm_ffi
 from gpu_check_configs import CODED, NAMES, config_of
-from tvm.backend.cuda import export_cuda_host
 from tvm.target import Target
 
 import tvm_pagedkv as pkv
 from tests.support import stock
+from tir_kernels.releases import export_cuda_host
 from tvm_pagedkv import _library
 from tvm_pagedkv.bundle import cuda as bundle_cuda
 from tvm_pagedkv.bundle.load import read_config

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from tvm.backend.cuda import export_cuda_host
 
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel, kernel_names
+from tir_kernels.releases import export_cuda_host
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler.build import build_kernels
 from tvm_pagedkv.compiler.cuda import families

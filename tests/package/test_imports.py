@@ -148,7 +148,7 @@ def test_a_wrong_import_is_found(file, statement, message):
 # Files of `compiler`, from the bottom up: each may import only those before it. So `create` builds
 # and loads, `build` chooses kernels, `cuda` and `lowering` compile them, `disk_cache` keeps them.
 COMPILER = (
-    *("cache_folder", "codec_cost", "cpu_classes", "progress", "targets"),
+    *("bfloat16_loads", "cache_folder", "codec_cost", "cpu_classes", "progress", "targets"),
     "recurrent_specs",
     *("disk_cache", "lowering", "cuda", "build", "create", "__init__"),
 )

@@ -28,6 +28,7 @@ from .. import reference
 from ..runtime.test_loading import in_process
 from ..support.fast_compilation import MODEL_TARGET
 from ..support.foreign_code import runs_here
+from ..support.older_release import IS_OLDER, PREFIX
 from .test_frontend import CAPACITIES, HEAD_DIM, AttentionOnly, check_fused, export_model
 
 ROPE = reference.Rope(rotary_dim=HEAD_DIM)
@@ -92,8 +93,11 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-def test_ways_to_build(build):
+@pytest.mark.parametrize("way", BUILDS)
+def test_ways_to_build(way):
+    if IS_OLDER and way == "compiled functions":
+        pytest.skip(PREFIX + "its compiled functions take no tuples")
+    build = BUILDS[way]
     module = export_model(pkv.PagedKVCache)
     assert _symbols(module)
     assert not any(isinstance(f, tirx.PrimFunc) for f in module.functions.values())

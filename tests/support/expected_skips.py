@@ -12,6 +12,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from .older_release import PREFIX
+
 REFUSED = "float16 is refused without conversion in hardware, and the refusal has tests"
 NO_AVX512 = "only CPUs with AVX-512 run code for x86-64-v4"
 NO_AVX512_BF16 = "what surrounds the model of AMX runs on CPUs with AVX-512 and bfloat16"
@@ -113,7 +115,9 @@ class Skips:
     def _look_at(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.skipped and not is_expected(report.nodeid):
             where = report.longrepr
-            self.unexpected[report.nodeid] = where[2] if isinstance(where, tuple) else str(where)
+            reason = where[2] if isinstance(where, tuple) else str(where)
+            if PREFIX not in reason:
+                self.unexpected[report.nodeid] = reason
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import tvm
 from tvm import tirx
-from tvm.ir import TensorLoad, Var
+from tvm.ir import Var
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import ir as I
 from tvm.script.ir_builder.base import IRBuilderFrame
@@ -19,6 +19,7 @@ from tvm.tirx.buffer import is_buffer_var
 from tvm.tirx.script import builder
 from tvm.tirx.script.builder.ir import name_meta_class_value, scalar_wrapper
 
+from ..releases import StringImm, TensorLoad, TensorRegion, buffer_of
 from .reading import current
 
 
@@ -69,7 +70,7 @@ def _scalar_buffer(value):
     """Return the buffer of one number that a name stands for, or None."""
     if isinstance(value, scalar_wrapper):
         value = value.scalar
-    found = value.source if isinstance(value, TensorLoad) else value
+    found = buffer_of(value) if isinstance(value, TensorLoad) else value
     if is_buffer_var(found) and len(found.ty.shape) == 1 and bool(found.ty.shape[0] == 1):
         return found
     return None
@@ -106,8 +107,8 @@ def assign(name: str, value, before: Callable):
 
 def _declare_scalar(name: str, scalar):
     """Name a number of the block that is read."""
-    IRBuilder.name(name, scalar.source)
-    current().scope.append(scalar.source)
+    IRBuilder.name(name, buffer_of(scalar))
+    current().scope.append(buffer_of(scalar))
     return scalar
 
 
@@ -123,7 +124,7 @@ def _bind(name: str, value):
         for i, item in enumerate(value):
             _bind(f"{name}_{i}", item)
         return value
-    if isinstance(value, tvm.ir.TensorRegion):
+    if isinstance(value, TensorRegion):
         return value
     if isinstance(value, IRBuilderFrame):
         value.add_callback(functools.partial(value.__exit__, None, None, None))
@@ -138,13 +139,13 @@ def _bind(name: str, value):
         return value
     if not isinstance(value, tvm.ir.Expr):
         value = tirx.const(value)
-    if isinstance(value, tvm.ir.StringImm) or not tvm.ir.is_prim_expr(value):
+    if isinstance(value, StringImm) or not tvm.ir.is_prim_expr(value):
         variable = tirx.Var(name, value.ty)
         builder.Bind(value, var=variable)
         current().named.add(variable)
         return variable
     scalar = _declare_scalar(name, builder.local_scalar(dtype=str(value.ty.dtype)).scalar)
-    builder.buffer_store(scalar.source, value, [0])
+    builder.buffer_store(buffer_of(scalar), value, [0])
     return scalar
 
 
@@ -162,7 +163,7 @@ def declare(name: str, annotation, value):
         return variable
     scalar = _declare_scalar(name, builder.local_scalar(dtype=str(annotation().ty)).scalar)
     if value is not None:
-        builder.buffer_store(scalar.source, value, [0])
+        builder.buffer_store(buffer_of(scalar), value, [0])
     return scalar
 
 

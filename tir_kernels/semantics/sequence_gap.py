@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from ..releases import buffer_of
 from .visibility import Gap, NoGap, Span, WholeSequence
 
 
@@ -33,7 +34,7 @@ class SequenceGap:
         if self.fields:
             gap = self.lengths.gap(sequence)
             for field, value in zip(self.fields, (gap.sinks, gap.begin, gap.back), strict=True):
-                T.buffer_store(field.source, value, [0])
+                T.buffer_store(buffer_of(field), value, [0])
 
     @property
     def num_spans(self):

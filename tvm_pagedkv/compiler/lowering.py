@@ -19,7 +19,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
-from tvm.ir import Call, GlobalVar, PointerType, PrimType, StringImm, Var
+from tvm.ir import Call, GlobalVar, PointerType, PrimType, Var
 from tvm.support import cc
 from tvm.target import Target, codegen
 from tvm.tirx.buffer import is_buffer_var
@@ -27,10 +27,13 @@ from tvm.tirx.buffer import is_buffer_var
 import tir_kernels
 from tir_kernels.cpu.components.rows import ITEM_BYTES, SERIAL_BELOW_BYTES
 from tir_kernels.cpu.components.work import TASK_LOOP
+from tir_kernels.releases import SERIES, StringImm
 
+from .bfloat16_loads import widen_bfloat16_vectors
 from .disk_cache import code_versions, found_file, sealed_file
 from .progress import compiling
 
+_IS_CURRENT = SERIES >= (0, 27)
 _NUM_THREADS = 2  # more would not help: the largest kernel takes a quarter of LLVM's time
 
 
@@ -160,11 +163,14 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             tirx.transform.BindTarget(target.with_host(target)),
             _count_from_zero,
             _flatten_buffers,
+            *([] if _IS_CURRENT else [widen_bfloat16_vectors]),
             tirx.transform.BF16ComputeLegalize(),
             tirx.transform.StorageRewrite(),  # moves buffers out of loops
             _keep_in_registers,
             tirx.transform.UnrollLoop(),  # those of `T.unroll` only
-            tirx.transform.StmtSimplify(),  # or LLVM takes three times as long
+            # Or LLVM takes three times as long. That of 0.26 drops conditions on memory which held
+            # before, even if the memory was written since.
+            *([tirx.transform.StmtSimplify()] if _IS_CURRENT else []),
             s_tir.transform.RewriteUnsafeSelect(),
             _run_on_cpu,
             tirx.transform.MakePackedAPI(),

@@ -34,7 +34,8 @@ def bridge(patches: Patches) -> None:
 
 def add_missing_tvm_names(patches: Patches) -> None:
     """Give apache-tvm the names under which mlc-llm's sources look for its classes."""
-    patches.set_missing(relax, "StringImm", tvm.ir.StringImm)
+    if hasattr(tvm.ir, "StringImm"):  # since 0.27, which removed it from Relax
+        patches.set_missing(relax, "StringImm", tvm.ir.StringImm)
     patches.set_missing(
         relax,
         "Constant",

@@ -20,6 +20,7 @@ from ..compiler import architecture, codec_map, is_cuda, required_features
 from ..config import ResolvedConfig
 from .layer_ropes import LayerRope
 from .model_kernels import ModelKernels
+from .releases import StringImm
 
 
 def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
@@ -30,10 +31,10 @@ def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
         if layer.kind == "linear" or layer.kv_dtype == config.dtype:
             continue
         if layer.codec is None:
-            types[name] = tvm.ir.StringImm(layer.kv_dtype)
+            types[name] = StringImm(layer.kv_dtype)
         else:
             codec, *numbers = codec_map(layer, config.page_size)["codec"].values()
-            types[name] = relax.Tuple([tvm.ir.StringImm(codec), *map(relax.prim_value, numbers)])
+            types[name] = relax.Tuple([StringImm(codec), *map(relax.prim_value, numbers)])
     return types
 
 
@@ -80,7 +81,7 @@ class ConstructorKernels:
         return self._listed.refer(name, repr(spec), partial(build_kernel, name, spec))
 
     def _tagged(self, *values: relax.Expr) -> relax.Tuple:
-        return relax.Tuple([tvm.ir.StringImm(self.tag), *values])
+        return relax.Tuple([StringImm(self.tag), *values])
 
     def _needed(self, kind: str, name: str) -> relax.Tuple:
         if kind not in self.kinds:
@@ -188,7 +189,7 @@ class ConstructorKernels:
         return [
             each
             for name, value in [*(self.page_types | values | self._cpu()).items(), *ropes]
-            for each in (tvm.ir.StringImm(name), value)
+            for each in (StringImm(name), value)
         ]
 
     def _cpu(self) -> dict[str, relax.Expr]:
@@ -196,4 +197,4 @@ class ConstructorKernels:
         if is_cuda(self._target):
             return {}
         needed = architecture(self._target), " ".join(required_features(self._target))
-        return {"cpu": relax.Tuple([tvm.ir.StringImm(text) for text in needed])}
+        return {"cpu": relax.Tuple([StringImm(text) for text in needed])}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import tvm
 from tvm import relax
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 
@@ -16,6 +15,7 @@ from tir_kernels.spec import KernelSpec
 
 from ..compiler import rope_details
 from ..config import MHA_KINDS, ResolvedConfig, RopeConfig
+from .releases import StringImm
 
 # Kernels with a rotation: those that append, and with mode "inline" those that attend as well.
 _APPENDING = {"split_rotary", "rope_append", "append_prefill"}
@@ -97,10 +97,10 @@ class LayerRope:
             each
             for name in self.names
             if self.spec is not None
-            for each in (tvm.ir.StringImm(name), function(name, self.spec))
+            for each in (StringImm(name), function(name, self.spec))
         ]
         about = relax.prim_value(self.theta), relax.prim_value(self.scale)
-        details = tvm.ir.StringImm(self.details)
+        details = StringImm(self.details)
         return relax.Tuple([relax.ShapeExpr(self.layers), *about, details, *kernels])
 
 

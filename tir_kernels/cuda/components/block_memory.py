@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
+from ...releases import buffer_of
 from ..emit import U32, Registers, ptx
 from ..tiles.tiling import Tiling
 
@@ -58,4 +59,4 @@ class BlockMemory:
         for i in range(words.count):
             ptx("ld.shared.b32", words[i], self.word(i))
         for i, variable in enumerate(self.variables):
-            T.buffer_store(variable.source, T.cast(words[i], "int32"), [0])
+            T.buffer_store(buffer_of(variable), T.cast(words[i], "int32"), [0])

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 import tvm
 from tvm import tirx
-from tvm.backend.cuda import export_cuda_host
 from tvm.target import Target
+
+from tir_kernels.releases import export_cuda_host
 
 from .rewrite import rewrite
 from .runtime import with_runtime

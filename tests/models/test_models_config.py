@@ -41,6 +41,10 @@ OWN_FIELDS = {
     "FalconH1ForCausalLM": {"mamba_n_heads": 8},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "num_local_experts": 0},
     "Qwen3_5ForConditionalGeneration": {"text_config": SHAPE},
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        {"moe_intermediate_size": 32, "num_experts_per_tok": 2},
+    ),
 }
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
@@ -226,8 +230,8 @@ def test_errors_name_the_file_once(text, tmp_path):
         ({"architectures": ["JetMoeForCausalLM"]}, "mixture-of-experts models are not there yet"),
         ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}},
          "models with encoders of pictures or sound are not there yet"),
-        ({"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "kv_lora_rank": 4},
-         r"mixture-of-experts models and models with multi-head latent attention \(MLA\) are not"),
+        ({"architectures": ["KimiLinearForCausalLM"], "n_routed_experts": 8, "kv_lora_rank": 4},
+         r"mixture-of-experts models and other models with multi-head latent attention \(MLA\) a"),
         ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}},
          r"quantized weights \(awq\) are not supported"),
     ],

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tvm_pagedkv.config import LayerSpec
+from tvm_pagedkv.config import LayerSpec, RopeConfig
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_directory
 from tvm_pagedkv.models.expert_config import Experts
+from tvm_pagedkv.models.latent_config import Latent
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weights import weights
 from tvm_pagedkv.models.work import Work
@@ -67,6 +68,18 @@ def test_bytes_are_those_of_weights_and_rows(windows):
     numbers = 2 * config.num_kv_heads * config.head_dim * sum(rows[window] for window in windows)
     found = Work(config, 2).num_bytes(70, [60, 20])
     assert found == 2 * (_num_weights(config) + numbers)
+
+
+def test_latent_rows_are_read_once():
+    """One row per position is K and V of all heads, which multiply all of it and its V part."""
+    shape = Latent(rank=32, rope_dim=8, nope_dim=16, v_dim=24)
+    config = replace(CONFIG, latent=shape, layers=(shape.layer(RopeConfig()),) * 4)
+    work, rows = Work(config, 2), 70
+    assert work.num_bytes(rows, [60, 20]) == 2 * (_num_weights(config) + 4 * 40 * rows)
+    head = config.vocab_size * config.hidden_size
+    attention = 4 * 2 * config.num_heads * (40 + 32) * 8
+    assert work.flops([(7, 1)], 1) == 2 * (_num_weights(config) - head) + 2 * head + attention
+    assert Work(config, 2, "int8").position_bytes == 40 + 2 * 4  # scales of V and of the rest
 
 
 def test_rows_need_some_of_the_experts():

@@ -37,6 +37,9 @@ def write_checkpoint(folder: Path, model_type: str, fields: dict, **save):
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 or name.endswith("_bias"):  # which begin as zeros and ones
             parameter.data += torch.randn_like(parameter) * 0.2
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # begins as zeros
+            buffer += torch.randn_like(buffer) * 0.2
     model.save_pretrained(folder, **save)
     write_tokenizer(folder)
     return model

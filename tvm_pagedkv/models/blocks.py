@@ -10,6 +10,7 @@ from ..config import KV_KINDS
 from ..relax import PagedKVCacheObject
 from . import kernels
 from .config import DecoderConfig
+from .latent import LatentAttention
 from .mixers import mixer_of
 from .mlp import Mlp
 from .moe import MixtureOfExperts
@@ -118,7 +119,9 @@ class Block(nn.Module):
 
         self.self_attn = self.mixer = self.mlp = None
         for spec in config.layers_of(layer):
-            if spec.kind in KV_KINDS:
+            if spec.kind == "mla":
+                self.self_attn = LatentAttention(config, options, spec, f"{name}.self_attn")
+            elif spec.kind in KV_KINDS:
                 self.self_attn = Attention(config, options, f"{name}.self_attn")
             else:
                 self.mixer = mixer_of(spec)(config, options, spec, f"{name}.mixer")

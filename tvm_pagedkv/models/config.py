@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import KV_KINDS, LayerSpec, RopeConfig
+from ..config import KV_KINDS, MHA_KINDS, LayerSpec, RopeConfig
 from .expert_config import Experts
+from .latent_config import Latent
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class DecoderConfig:
         Whether the MLP sees the rows that attention sees, and both outputs are added.
     qk_norm : {"head", "projection"}, optional
         RMS norm of Q and K before the rotation: per head with shared weights, or over all heads.
+    latent : Latent, optional
+        The widths of multi-head latent attention (MLA), in layers of kind "mla".
     attention_gate : bool
         Whether the output of attention is multiplied by the sigmoid of a gate, whose rows follow
         those of each head in the projection of Q.
@@ -184,6 +187,7 @@ class DecoderConfig:
     norm_subtracts_mean: bool = False
     parallel_mlp: bool = False
     qk_norm: str | None = None
+    latent: Latent | None = None
     attention_gate: bool = False
     sink_logits: bool = False
     interleaved_rope: bool = False
@@ -242,7 +246,7 @@ class DecoderConfig:
 
         That is what the cache does with K and V, and what the host decides about texts.
         """
-        layers = tuple(LayerSpec() if layer.kind in KV_KINDS else layer for layer in self.layers)
+        layers = tuple(LayerSpec() if layer.kind in MHA_KINDS else layer for layer in self.layers)
         plain = DecoderConfig(self.vocab_size, 1, 1, 1, 1, 1, layers)
         names = (
             "context_length", "attention_softcap", "longest_text", "eos_token_ids", "dtype",

@@ -74,8 +74,10 @@ class Experts:
     has_correction : bool
         Whether a bias is added to the scores to choose experts, but not to weight them.
     num_groups, num_chosen_groups : int
-        Groups of consecutive experts. Experts are chosen from the groups whose two best ones have
-        the largest sums.
+        Groups of consecutive experts. Experts are chosen from the groups whose best ones have the
+        largest sums.
+    ranked_by : int
+        Number of these best ones: 1 or 2.
     shared_width : int
         Width of an expert that every token takes; 0: there is none.
     shared_gate : bool
@@ -99,6 +101,7 @@ class Experts:
     has_correction: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
+    ranked_by: int = 2
     shared_width: int = 0
     shared_gate: bool = False
     router_bias: bool = False
@@ -142,3 +145,11 @@ def dense_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     if not isinstance(step, int) or step < 1:
         raise ValueError(f"decoder_sparse_step must be a positive integer, got {step!r}")
     return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
+
+
+def first_dense_layers(fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
+    """Return the layers without experts that ``first_k_dense_replace`` counts."""
+    count = fields.get("first_k_dense_replace", default)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"first_k_dense_replace must be an integer from 0 on, got {count!r}")
+    return tuple(range(min(count, read.positive(fields, "num_hidden_layers"))))

@@ -12,16 +12,13 @@ from typing import Any
 
 from . import fields as read
 from .config import DecoderConfig
-from .expert_config import Experts, num_experts
+from .expert_config import Experts, first_dense_layers, num_experts
 
 
 def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of GLM-4.5, 4.6 and 4.7, and of their Air models."""
     fields = {"head_dim": 128, "partial_rotary_factor": 0.5, **fields}
     num_layers = read.positive(fields, "num_hidden_layers")
-    num_dense = fields.get("first_k_dense_replace", 1)
-    if isinstance(num_dense, bool) or not isinstance(num_dense, int) or num_dense < 0:
-        raise ValueError(f"first_k_dense_replace must be an integer from 0 on, got {num_dense!r}")
     width = read.positive(fields, "moe_intermediate_size", 1408)
     experts = Experts(
         num_experts(fields, 128),
@@ -34,7 +31,7 @@ def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
         num_groups=read.positive(fields, "n_group", 1),
         num_chosen_groups=read.positive(fields, "topk_group", 1),
         shared_width=width * read.positive(fields, "n_shared_experts", 1),
-        dense_layers=tuple(range(min(num_dense, num_layers))),
+        dense_layers=first_dense_layers(fields, 1),
     )
     return DecoderConfig(
         **read.shape(fields),

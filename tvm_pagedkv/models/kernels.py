@@ -50,7 +50,7 @@ def norm(
 
         def row(i):
             how = (features, epsilon, target)
-            _normalize((x, weight, out), i, 0, how, *added, subtracts_mean=subtracts_mean)
+            normalize((x, weight, out), i, 0, how, *added, subtracts_mean=subtracts_mean)
 
         parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
@@ -94,10 +94,10 @@ def qk_norm(
     def body(n, x, q_weight, k_weight, out):
         def row(i):
             with T.serial(T.int64(num_q)) as part:
-                _normalize((x, q_weight, out), i, part * q_width, (q_width, epsilon, target))
+                normalize((x, q_weight, out), i, part * q_width, (q_width, epsilon, target))
             with T.serial(T.int64(num_k)) as part:
                 begin = part * k_width + k_begin
-                _normalize((x, k_weight, out), i, begin, (k_width, epsilon, target))
+                normalize((x, k_weight, out), i, begin, (k_width, epsilon, target))
             with T.serial(T.int64(v_width // lanes)) as j:
                 at = [i, j * lanes + v_begin]
                 store(out, at, lanes, load(x, at, lanes))
@@ -115,7 +115,7 @@ def qk_norm(
     return rows_kernel(arguments, body, target)
 
 
-def _normalize(buffers, row, begin, how, residual=None, *, subtracts_mean=False) -> None:
+def normalize(buffers, row, begin, how, residual=None, *, subtracts_mean=False) -> None:
     """Norm of columns of a row: (x, weight, out), and (width, epsilon, target)."""
     (x, weight, out), (width, epsilon, target) = buffers, how
     lanes = math.gcd(width, target.lanes)

@@ -66,6 +66,11 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
             "num_shards must be 1: the model normalizes Q and K over all heads (OLMo 2), which "
             f"workers that share the heads do not do; got {num_shards}"
         )
+    if num_shards > 1 and config.latent is not None:
+        raise ValueError(
+            "num_shards must be 1: workers do not share latent attention (MLA), whose rows all "
+            f"heads read; got {num_shards}"
+        )
     if num_shards > 1 and config.has_mixers:
         raise ValueError(
             "num_shards must be 1: workers do not share the states of recurrent and convolution "

@@ -16,6 +16,7 @@ from typing import Any
 from ..config import DTYPES
 from .cohere2 import cohere2
 from .config import DecoderConfig, read_json
+from .deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
 from .exaone4 import exaone4
 from .falcon_h1 import falcon_h1
 from .fields import token_ids
@@ -54,6 +55,9 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
     "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe),
     "GptOssForCausalLM": ("gpt_oss", gpt_oss),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek_v2),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek_v3),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", glm4_moe_lite),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
     "Lfm2ForCausalLM": ("lfm2", lfm2),
@@ -66,7 +70,7 @@ _BY_MODEL_TYPE = {model_type: reader for model_type, reader in FAMILIES.values()
 # Features that no family supports yet -> fields that indicate them.
 _NOT_YET = {
     "other mixture-of-experts models": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "models with multi-head latent attention (MLA)": ("kv_lora_rank",),
+    "other models with multi-head latent attention (MLA)": ("kv_lora_rank",),
     "models with encoders of pictures or sound": ("vision_config", "audio_config"),
 }
 

@@ -94,11 +94,12 @@ def _mask_groups(choice, experts: Experts) -> None:
     """Give the lowest score to all experts of the groups that are not chosen."""
     num_groups, size = experts.num_groups, experts.num_experts // experts.num_groups
     sums = T.alloc_buffer((num_groups,), F32)
-    pair, pair_ids = T.alloc_buffer((2,), F32), T.alloc_buffer((2,), "int32")
+    best_of = T.alloc_buffer((experts.ranked_by,), F32)
+    best_ids = T.alloc_buffer((experts.ranked_by,), "int32")
     is_chosen = T.alloc_buffer((num_groups,), "int32")
     with T.serial(num_groups) as g:
-        _choose(size, lambda e: choice[g * size + e], pair, pair_ids)
-        T.buffer_store(sums, pair[0] + pair[1], [g])
+        _choose(size, lambda e: choice[g * size + e], best_of, best_ids)
+        T.buffer_store(sums, sum(best_of[j] for j in range(experts.ranked_by)), [g])
         T.buffer_store(is_chosen, T.int32(0), [g])
     best = T.alloc_buffer((experts.num_chosen_groups,), F32)
     groups = T.alloc_buffer((experts.num_chosen_groups,), "int32")

@@ -49,7 +49,7 @@ def _format(
 ) -> WeightFormat | None:
     if not weight.is_matrix or choice == "float" or name.endswith(_NEVER):
         return None
-    in_features = weight.parts[0].row_shape[-1]
+    in_features = weight.parts[0].in_features
     if weight.split == "columns":
         in_features //= num_shards
     if not can_quantize(in_features):

@@ -34,6 +34,8 @@ class Part(NamedTuple):
         its first axis, and their number; None: the tensor has none of others.
     transposed : bool
         Whether the matrix is transposed before rows are taken. `shape` is that of the checkpoint.
+    as_columns : bool
+        Whether the rows that are taken become columns.
     """
 
     name: str
@@ -44,11 +46,18 @@ class Part(NamedTuple):
     paired: int = 0
     expert: tuple[int, int] | None = None
     transposed: bool = False
+    as_columns: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a row."""
         return self.shape[:-1] if self.transposed else self.shape[1:]
+
+    @property
+    def in_features(self) -> int:
+        """Number of columns of the result."""
+        width = self.row_shape[-1]
+        return self.size // width if self.as_columns else width
 
     @property
     def size(self) -> int:
@@ -68,7 +77,7 @@ class Part(NamedTuple):
         if self.paired:
             pairs = tensor.reshape(-1, self.paired // 2, 2, *width)
             tensor = pairs.swapaxes(1, 2).reshape(-1, *width)
-        return tensor
+        return tensor.T if self.as_columns else tensor
 
 
 @dataclass(frozen=True)
@@ -85,8 +94,9 @@ class Weight:
         the first worker has it, and the others have zeros. None: every worker has all of it.
     offset : float
         Constant that is added.
-    experts : int
-        Number of matrices that are packed one after another, each of as many parts.
+    experts, heads : int
+        Number of matrices that are packed one after another, each of as many parts. A row needs
+        those of all heads, and of few experts.
     """
 
     parts: tuple[Part, ...]
@@ -94,12 +104,18 @@ class Weight:
     split: str | None = None
     offset: float = 0.0
     experts: int = 1
+    heads: int = 1
 
-    def of_experts(self) -> Iterator[Weight]:
-        """Yield the weight of each expert."""
-        count = len(self.parts) // self.experts
+    @property
+    def stack(self) -> int:
+        """Number of matrices, of experts or of heads."""
+        return self.experts * self.heads
+
+    def of_stack(self) -> Iterator[Weight]:
+        """Yield the weight of each matrix."""
+        count = len(self.parts) // self.stack
         for first in range(0, len(self.parts), count):
-            yield replace(self, parts=self.parts[first : first + count], experts=1)
+            yield replace(self, parts=self.parts[first : first + count], experts=1, heads=1)
 
     def share(self, part, shard: int, num_shards: int):
         """Return the share of a part, quantized or not, that worker `shard` of `num_shards` has."""

@@ -17,6 +17,7 @@ from .._progress import report
 from ..config import KV_KINDS
 from .config import DecoderConfig
 from .decoder import Decoder
+from .latent import latent_weights
 from .mixers import mixer_of
 from .mlp import mlp_weights
 from .moe import moe_weights
@@ -45,7 +46,10 @@ def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]
 def _layer(config: DecoderConfig, ours: str, index: int) -> Iterator[tuple[str, Weight]]:
     names, theirs = config.names, f"{config.names.model}.layers.{index}"
     for spec in config.layers_of(index):
-        if spec.kind in KV_KINDS:
+        if spec.kind == "mla":
+            attention = f"{theirs}.{names.attention}"
+            yield from latent_weights(config, f"{ours}.self_attn", attention)
+        elif spec.kind in KV_KINDS:
             yield from _attention(config, f"{ours}.self_attn", f"{theirs}.{names.attention}")
         else:
             mixer = mixer_of(spec)
@@ -138,13 +142,13 @@ def load_parameters(
     for index, (name, parameter) in enumerate(parameters):
         report("loading weights", index, len(parameters))
         source, dtype = sources[name], parameter.dtype
-        if source.experts == 1:
+        if source.stack == 1:
             array = _load(name, source, checkpoint, options, shard, dtype)
             loaded.append(_as_parameter(array.reshape(parameter.shape)))
             continue
         memory, tensor = huge_zeros(parameter.shape, dtype)
-        experts = memory.reshape(source.experts, -1)
-        for row, each in zip(experts, source.of_experts(), strict=True):
+        stack = memory.reshape(source.stack, -1)
+        for row, each in zip(stack, source.of_stack(), strict=True):
             row[:] = _load(name, each, checkpoint, options, shard, dtype).reshape(-1)
         loaded.append(tensor)
     return loaded
@@ -185,7 +189,8 @@ def _read(
     checkpoint: Tensors, part: Part, format: WeightFormat | None
 ) -> np.ndarray | QuantizedRows:
     """Read a part; with a format it is quantized, with the codes of the file where it has them."""
-    has_codes = part.scale == 1 and isinstance(checkpoint.format(part.name), WeightFormat)
+    is_as_stored = part.scale == 1 and not part.as_columns
+    has_codes = is_as_stored and isinstance(checkpoint.format(part.name), WeightFormat)
     if format is not None and has_codes:
         matrix = checkpoint.read_quantized(part.name, part.shape, part.expert)
         return matrix.map(part.of).converted(format)

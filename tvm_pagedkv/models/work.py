@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tir_kernels.codec import Codec, CodecPair
+
 from .._codecs import codec_of
 from ..config import KV_KINDS
 from .config import DecoderConfig
@@ -61,14 +63,11 @@ class Work:
         if expert_bytes is None:
             expert_bytes = self.expert_weights * itemsize
         self.expert_bytes = expert_bytes
+        # A pair of a row and a position multiplies rows of K and of V with it, absorbed in MLA.
         self.width = c.head_dim * c.num_heads
-        row_bytes, codec = 2 * c.head_dim * itemsize, codec_of(kv_dtype or "")
-        if codec is not None:
-            row_bytes = sum(
-                each.row_bytes(c.head_dim) + each.scale_bytes(c.head_dim, c.head_dim)
-                for each in (codec.k, codec.v)
-            )
-        self.position_bytes = c.num_kv_heads * row_bytes  # of a layer
+        if c.latent is not None:
+            self.width = (c.latent.width + c.latent.rank) * c.num_heads // 2
+        self.position_bytes = _position_bytes(c, itemsize, codec_of(kv_dtype or ""))
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
         """Return the flops of a step in linear layers, attention and recurrences.
@@ -131,3 +130,18 @@ def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:
     if kind == "mha_chunked":
         return int(((lengths - 1) % window + 1).sum())
     return int(np.minimum(lengths, window).sum())
+
+
+def _position_bytes(c: DecoderConfig, itemsize: int, codec: Codec | CodecPair | None) -> int:
+    """Return the bytes of a position in the pages of a layer."""
+    if c.latent is not None:
+        if codec is None:
+            return c.latent.width * itemsize
+        scales = codec.k.scale_bytes(c.latent.width, c.latent.rank)
+        return codec.k.row_bytes(c.latent.width) + scales
+    if codec is None:
+        return c.num_kv_heads * 2 * c.head_dim * itemsize
+    return c.num_kv_heads * sum(
+        each.row_bytes(c.head_dim) + each.scale_bytes(c.head_dim, c.head_dim)
+        for each in (codec.k, codec.v)
+    )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek V2 and V3, and what has their architecture: Kimi K2, GLM-4.7-Flash.
+
+Multi-head latent attention, and experts beside shared ones behind the first layers. V2 chooses
+experts by a softmax, from the groups with the best single ones; the others as GLM-4.5 does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from . import fields as read
+from .config import DecoderConfig
+from .expert_config import Experts, first_dense_layers, num_experts
+from .latent_config import Latent
+
+
+def deepseek_v2(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of DeepSeek V2 and V2-Lite."""
+    if read.flag(fields, "norm_topk_prob"):
+        raise ValueError("norm_topk_prob is not supported in DeepSeek V2")
+    method = fields.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method must be greedy or group_limited_greedy, got {method!r}")
+    groups = _groups(fields) if method == "group_limited_greedy" else {}
+    experts = _experts(fields, "softmax", 0, normalizes=False, ranked_by=1, **groups)
+    return _decoder(fields, experts, True)
+
+
+def deepseek_v3(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of DeepSeek V3 and R1, and of Kimi K2."""
+    normalizes = read.flag(fields, "norm_topk_prob", True)
+    how = {"normalizes": normalizes, "has_correction": True, **_groups(fields)}
+    experts = _experts(fields, "sigmoid", 3, **how)
+    return _decoder(fields, experts, read.flag(fields, "rope_interleave", True))
+
+
+def glm4_moe_lite(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of GLM-4.7-Flash."""
+    kinds = fields.get("mlp_layer_types")
+    if kinds is not None:
+        num_dense = sum(kind == "dense" for kind in kinds)
+        if kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense):
+            raise ValueError(f"mlp_layer_types must be dense, then sparse, got {kinds!r}")
+        fields = {**fields, "first_k_dense_replace": num_dense}
+    return deepseek_v3({"first_k_dense_replace": 1, **fields})
+
+
+def _experts(fields: Mapping[str, Any], scores: str, num_dense: int, **how: Any) -> Experts:
+    width = read.positive(fields, "moe_intermediate_size")
+    return Experts(
+        num_experts(fields, 64),
+        read.positive(fields, "num_experts_per_tok"),
+        width,
+        scores,
+        scale=read.positive_number(fields, "routed_scaling_factor", 1.0) or 1.0,
+        shared_width=width * read.positive(fields, "n_shared_experts", 1),
+        dense_layers=first_dense_layers(fields, num_dense),
+        **how,
+    )
+
+
+def _groups(fields: Mapping[str, Any]) -> dict[str, int]:
+    num_groups = read.positive(fields, "n_group", 1)
+    return {
+        "num_groups": num_groups,
+        "num_chosen_groups": read.positive(fields, "topk_group", num_groups),
+    }
+
+
+def _decoder(fields: Mapping[str, Any], experts: Experts, is_interleaved: bool) -> DecoderConfig:
+    q_rank = fields.get("q_lora_rank")
+    shape = Latent(
+        read.positive(fields, "kv_lora_rank", 512),
+        read.positive(fields, "qk_rope_head_dim", 64),
+        read.positive(fields, "qk_nope_head_dim", 128),
+        read.positive(fields, "v_head_dim", 128),
+        None if q_rank is None else read.positive(fields, "q_lora_rank"),
+        is_interleaved,
+    )
+    num_layers = read.positive(fields, "num_hidden_layers")
+    rope = read.rope({**fields, "head_dim": shape.rope_dim}, read.FULL)
+    bias = read.flag(fields, "attention_bias")
+    return DecoderConfig(
+        **read.shape({**fields, "head_dim": shape.qk_dim}),
+        layers=(shape.layer(rope),) * num_layers,
+        latent=shape,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=read.flag(fields, "mlp_bias"),
+        activation=read.silu(fields),
+        attention_scale=_attention_scale(rope.scaling_dict, shape),
+        experts=experts,
+        has_draft_layers=True,
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+    )
+
+
+def _attention_scale(scaling: Mapping[str, Any], shape: Latent) -> float:
+    """Return the factor on logits, which grows with the factor of YaRN where the file says so."""
+    magnitude, factor = scaling.get("mscale_all_dim") or 0.0, scaling.get("factor") or 1.0
+    grown = 0.1 * magnitude * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return shape.qk_dim**-0.5 * grown**2

@@ -176,14 +176,19 @@ const char* ToString(const LayerConfig& layer) {
 }
 
 int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
-  if (layer.window == 0 || !(layer.is_attention() || layer.history_tokens)) return num_pages();
+  if (layer.window == 0) return num_pages();
   // A sequence keeps this many positions between steps, which may start anywhere in a page.
   // KVCacheConfig.num_pages_of computes the same. When more than max_num_sequences sequences exist
   // and need more pages, fewer are available.
   const int64_t num_kept = layer.window - 1 + kPoppable;
   const int64_t pages_kept = (num_kept + page_size - 2) / page_size + 1;
-  const int64_t pages_of_history = (layer.history_tokens.value_or(0) + page_size - 1) / page_size;
-  return std::min(num_pages(), max_num_sequences * pages_kept + MaxStepPages() + pages_of_history);
+  const int64_t num_needed = max_num_sequences * pages_kept + MaxStepPages();
+  if (layer.is_attention()) return std::min(num_pages(), num_needed);
+  // A sequence with a window may need more rows than it has positions: the text is longer.
+  const int64_t smallest = has_sequence_windows ? num_needed : 0;
+  if (!layer.history_tokens) return std::max(num_pages(), smallest);
+  const int64_t pages_of_history = (*layer.history_tokens + page_size - 1) / page_size;
+  return std::max(std::min(num_pages(), num_needed + pages_of_history), smallest);
 }
 
 int64_t CacheConfig::NumStates(const RecurrentShape& shape) const {
@@ -239,11 +244,6 @@ void CacheConfig::KeepStage(std::vector<int64_t> layer_indptr, std::optional<int
   layers = std::move(kept);
 }
 
-bool CacheConfig::has_recurrent_layers() const {
-  return std::any_of(layers.begin(), layers.end(),
-                     [](const LayerConfig& layer) { return !layer.is_attention(); });
-}
-
 void CacheConfig::CheckSizes() const {
   CheckRange("max_num_sequences", max_num_sequences, 1, kInt32Max);
   CheckRange("prefill_chunk_size", prefill_chunk_size, 1, kInt32Max);
@@ -259,9 +259,6 @@ void CacheConfig::CheckSizes() const {
 void CacheConfig::Validate() const {
   CheckSizes();
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
-  if (has_recurrent_layers() && has_sequence_windows) {
-    Raise(kValueError, "windows of sequences are not possible with recurrent layers");
-  }
   if (has_sequence_windows && has_normal_rope && has_inline_rope) {
     Raise(kValueError,
           "windows of sequences need one way to count positions: rope_mode 1 (normal) counts those "

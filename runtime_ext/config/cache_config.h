@@ -163,8 +163,6 @@ struct CacheConfig {
   /*! \brief Pages never reported as available: a step needs them until windows slide. */
   int64_t num_reserved_pages = 0;
 
-  /*! \brief Whether layers keep what is not attended to: states, rows of short convolutions. */
-  bool has_recurrent_layers() const;
   /*!
    * \brief Whether the window of a sequence includes the row itself. Unless the caller says so, it
    * does if a layer has RoPE mode "normal": there the window is that of the model's mask. Callers

@@ -28,6 +28,20 @@ TEST_CASE("states of random sequences are those of their tokens") {
   REQUIRE_GT(num_with_lost_states, 5);
 }
 
+TEST_CASE("windows of sequences drop positions, and no state forgets a token") {
+  int64_t num_dropped = 0, num_replayed = 0;
+  for (uint64_t seed = 200; seed < 220; ++seed) {
+    CAPTURE(seed);
+    World world(seed, 300, seed % 2 ? 300 : 90, seed % 4 < 2 ? 30 : 120, {}, true);
+    for (int i = 0; i < 600; ++i) world.Do();
+    num_dropped += world.num_dropped();
+    num_replayed += world.num_replayed();
+    world.Clear();
+  }
+  REQUIRE_GT(num_dropped, 5000);
+  REQUIRE_GT(num_replayed, 500);
+}
+
 TEST_CASE("states come back from host memory and from a store") {
   for (const TierWrites writes : {TierWrites::kBack, TierWrites::kThrough}) {
     int64_t num_host = 0, num_store = 0;

@@ -20,6 +20,7 @@
 #include "base/error.h"
 #include "check.h"
 #include "random_text.h"
+#include "recurrent_text.h"
 #include "state/plans/commit_plan.h"
 #include "state/plans/forward_plan.h"
 #include "state/plans/plan_arrays.h"
@@ -32,18 +33,10 @@ constexpr int64_t kMaxSequences = 5, kMaxLength = 90, kInterval = 8;
 constexpr int32_t kPageSize = 4, kAttention = 0, kIngredients = 1, kConv = 2, kNumGroups = 3;
 constexpr int64_t kNumTaps = 3;
 
-struct RecurrentText {
-  Tokens tokens;  // committed
-  Tokens nodes;   // of a token tree
-  std::vector<int64_t> parents;
-  bool is_recorded = false;  // added with tokens
-  int64_t num_recorded = 0;
-};
-
 class World {
  public:
   World(uint64_t seed, int32_t num_pages, int32_t num_ingredients, int32_t num_states,
-        TierSetup setup = {})
+        TierSetup setup = {}, bool has_windows = false)
       : engine_(seed),
         table_(kMaxSequences, kPageSize, {num_pages, num_ingredients, num_ingredients},
                {0, 0, kNumTaps + 1}, {{kIngredients, kInterval}}, {num_states}),
@@ -51,6 +44,7 @@ class World {
         slots_(kNumGroups + 1,
                Contents(std::max({num_pages, num_ingredients, num_states}) * kPageSize, 7)),
         tier_(setup, kPageSize, &slots_, &engine_),
+        has_windows_(has_windows),
         has_tier_(setup.num_slots > 0),
         has_store_(setup.has_store) {
     if (has_tier_) table_.prefixes().SetTier(tier_.tier(), &tier_, setup.policy, "a model");
@@ -62,6 +56,8 @@ class World {
       const auto id = static_cast<int64_t>(Below(kMaxSequences));
       if (!texts_.count(id)) {
         Add(id);
+      } else if (has_windows_ && Below(12) == 0) {
+        SetWindow(id);
       } else {
         switch (Below(12)) {
           case 0:
@@ -109,6 +105,7 @@ class World {
   int64_t num_replayed() const { return num_replayed_; }
   int64_t num_rows() const { return num_rows_; }
   int64_t num_refused() const { return num_refused_; }
+  int64_t num_dropped() const { return num_dropped_; }
   int64_t num_reused() const { return table_.prefixes().counts().reused_tokens; }
   const PrefixIndex::Counts& counts() const { return table_.prefixes().counts(); }
   bool HasReclaimedState() const { return table_.pool(kNumGroups).num_reclaimed() > 0; }
@@ -156,27 +153,36 @@ class World {
   void Fork(int64_t id) {
     const auto child = static_cast<int64_t>(Below(kMaxSequences));
     if (texts_.count(child)) return;
-    RecurrentText text = texts_.at(id);
+    const RecurrentText& text = texts_.at(id);
     const bool is_end = Below(3) == 0;
-    const size_t position = is_end ? text.tokens.size() : Below(text.tokens.size() + 1);
-    table_.Fork(id, child, static_cast<int64_t>(position));
-    text.tokens.resize(position);
-    text.nodes.clear();
-    text.parents.clear();
-    text.num_recorded = std::min(text.num_recorded, static_cast<int64_t>(position));
-    texts_[child] = text;
+    const int64_t position =
+        is_end ? text.length() : static_cast<int64_t>(Below(text.length() + 1));
+    table_.Fork(id, child, position);
+    texts_[child] = text.Fork(position);
   }
 
   void Pop(int64_t id) {
     RecurrentText& text = texts_.at(id);
-    const size_t size = text.tokens.size() + text.nodes.size();
-    const size_t count = Below(2) ? Below(std::min<size_t>(size, 16) + 1) : Below(size + 1);
-    table_.Pop(id, static_cast<int64_t>(count));
-    const size_t num_nodes = std::min(count, text.nodes.size());
-    text.nodes.resize(text.nodes.size() - num_nodes);
-    text.parents.resize(text.nodes.size());
-    text.tokens.resize(text.tokens.size() - (count - num_nodes));
-    text.num_recorded = std::min(text.num_recorded, static_cast<int64_t>(text.tokens.size()));
+    const uint64_t size = text.length() + text.nodes.size();
+    const auto count =
+        static_cast<int64_t>(Below(2) ? Below(std::min<uint64_t>(size, 16) + 1) : Below(size + 1));
+    table_.Pop(id, count);
+    text.Pop(count);
+  }
+
+  void SetWindow(int64_t id) {
+    RecurrentText& text = texts_.at(id);
+    SequenceWindow& window = text.window;
+    if (window.size > 0 || !text.nodes.empty()) return;
+    const auto num_sinks =
+        window.num_dropped > 0 ? window.num_sinks : static_cast<int64_t>(Below(8));
+    const auto size = num_sinks + 2 + static_cast<int64_t>(Below(20));
+    const bool includes_self = Below(2) == 0;
+    table_.EnableWindow(id, size, num_sinks, includes_self);
+    window = {size, includes_self, num_sinks, window.num_dropped};
+    text.is_recorded = false;
+    text.num_recorded = 0;
+    num_dropped_ += text.Slide();
   }
 
   void StepMany() {
@@ -193,7 +199,7 @@ class World {
 
   void StepTree(int64_t id) {
     const RecurrentText& text = texts_.at(id);
-    if (text.nodes.size() > 12) return;
+    if (text.nodes.size() > 12 || text.window.IsSet()) return;
     std::vector<int64_t> parents;
     Tokens tokens;
     for (uint64_t n = 1 + Below(6); n > 0; --n) {
@@ -208,16 +214,9 @@ class World {
   uint32_t Expected(const RecurrentText& text, const Tokens& own, int64_t row, bool is_tree) const {
     uint32_t state = 0;
     for (int32_t token : text.tokens) state = Next(state, token);
-    Tokens path;
-    if (is_tree) {
-      for (int64_t node =
-               static_cast<int64_t>(text.nodes.size()) - static_cast<int64_t>(own.size()) + row;
-           node >= 0; node = text.parents[node]) {
-        path.insert(path.begin(), text.nodes[node]);
-      }
-    } else {
-      path.assign(own.begin(), own.begin() + row + 1);
-    }
+    const int64_t first_own = static_cast<int64_t>(text.nodes.size() - own.size());
+    const Tokens path =
+        is_tree ? text.PathTo(first_own + row) : Tokens(own.begin(), own.begin() + row + 1);
     for (int32_t token : path) state = Next(state, token);
     return state;
   }
@@ -259,11 +258,8 @@ class World {
         expected.push_back(Expected(text, own, row, parents.has_value()));
         Tokens before = text.tokens;
         if (parents) {
-          Tokens path;
           const auto node = static_cast<int64_t>(text.nodes.size()) - lengths[i] + row;
-          for (int64_t n = text.parents[node]; n >= 0; n = text.parents[n]) {
-            path.insert(path.begin(), text.nodes[n]);
-          }
+          const Tokens path = text.PathTo(text.parents[node]);
           before.insert(before.end(), path.begin(), path.end());
         } else {
           before.insert(before.end(), own.begin(), own.begin() + row);
@@ -285,6 +281,7 @@ class World {
       list.insert(list.end(), tokens.begin() + first, tokens.begin() + first + lengths[i]);
       if (parents) text.parents.insert(text.parents.end(), parents->begin(), parents->end());
       first += lengths[i];
+      num_dropped_ += text.Slide();
       if (!text.is_recorded || parents) continue;
       const Tokens fresh(text.tokens.begin() + text.num_recorded, text.tokens.end());
       table_.prefixes().Record(plan_.SequenceToRecord(static_cast<int64_t>(i)), Span(fresh));
@@ -361,10 +358,7 @@ class World {
       }
     }
     commit.Commit();
-    Tokens path;
-    for (int64_t node = leaf; node >= 0; node = text.parents[node]) {
-      path.insert(path.begin(), text.nodes[node]);
-    }
+    const Tokens path = text.PathTo(leaf);
     text.tokens.insert(text.tokens.end(), path.begin(), path.end());
     text.nodes.clear();
     text.parents.clear();
@@ -383,7 +377,8 @@ class World {
   TestTier tier_;
   std::map<int64_t, RecurrentText> texts_;
   std::vector<Tokens> removed_;
-  bool has_tier_, has_store_;
+  bool has_windows_, has_tier_, has_store_;
+  int64_t num_dropped_ = 0;  // by windows of sequences
   int64_t num_replayed_ = 0, num_rows_ = 0, num_refused_ = 0;
 };
 

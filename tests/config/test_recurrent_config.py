@@ -137,9 +137,19 @@ def test_pages_follow_the_history():
     assert least >= 2 * (64 + 16) // config.page_size
 
 
-def test_what_recurrent_layers_cannot_yet_do_is_refused():
-    with pytest.raises(ValueError, match="sliding_window is not possible with recurrent lay"):
-        config_of(RECURRENT, sliding_window=True)
+def test_a_window_of_sequences_does_not_limit_what_states_need():
+    """A text can be longer than all positions that attention keeps."""
+    state = replace(STATE, checkpoint_tokens=256)
+    layers = [
+        pkv.LayerSpec("recurrent", recurrent=replace(state, history_tokens=history))
+        for history in (None, 0)
+    ]
+    sizes = {"max_total_tokens": 64, "max_num_sequences": 2, "prefill_chunk_size": 32}
+    plain = config_of(*layers, **sizes).resolved()
+    assert {plain.num_ingredient_pages_of(layer) for layer in plain.layers} == {plain.num_pages}
+    config = config_of(*layers, sliding_window=True, **sizes).resolved()
+    for layer in config.layers:
+        assert config.num_ingredient_pages_of(layer) >= 2 * (256 + 16) // config.page_size
 
 
 def test_checkpoints_are_at_page_boundaries():

@@ -76,6 +76,27 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)  # of a token tree
     parents: list[int] = field(default_factory=list)
+    window: int = 0  # positions that attention keeps of it; 0: all
+    sinks: int = 0
+    dropped: int = 0  # tokens behind the sinks that attention has forgotten
+
+    @property
+    def length(self) -> int:
+        """Positions that the sequence has."""
+        return len(self.tokens) - self.dropped
+
+    def slide(self) -> None:
+        """Forget what has left the window."""
+        if self.window:
+            self.dropped = max(self.dropped, len(self.tokens) - self.window)
+
+    def prefix(self, length: int) -> Text:
+        """Return the text of the first positions, which has no window."""
+        if length <= self.sinks:
+            return Text(self.tokens[:length])
+        kept = self.tokens[: length + self.dropped]
+        sinks = self.sinks if self.dropped else 0
+        return Text(kept, sinks=sinks, dropped=self.dropped)
 
     def path(self, node: int) -> list[int]:
         """Return the tokens of the text up to a node of its tree."""
@@ -96,6 +117,7 @@ class World:
         prefix_cache: pkv.PrefixCacheConfig | None = None,
         *,
         enable_kv_transfer: bool = False,
+        sliding_window: bool = False,
         **options,
     ):
         self.rng = np.random.default_rng(seed)
@@ -140,6 +162,7 @@ class World:
             rope=pkv.RopeConfig(mode="none"),
             prefix_cache=prefix_cache,
             enable_kv_transfer=enable_kv_transfer,
+            sliding_window=sliding_window,
         )
         self.cache = pkv.create(self.config)
         self.texts: dict[int, Text] = {}
@@ -165,6 +188,8 @@ class World:
                 "tree",
                 "commit",
             ]
+            if self.config.sliding_window:
+                names.append("slide")
             operation = getattr(self, str(self.rng.choice([*names, *["step"] * 5])))
         try:
             operation(seq_id)
@@ -206,24 +231,37 @@ class World:
         if not free:
             return
         child = free[0]
-        position = len(text.tokens)
+        position = text.length
         if self.rng.integers(3):
             position = int(self.rng.integers(position + 1))
         self.cache.fork_sequence(seq_id, child, position)
-        self.texts[child] = Text(text.tokens[:position])
+        self.texts[child] = text.prefix(position)
         self.count("forks")
 
     def pop(self, seq_id: int) -> None:
         """Drop positions, or nodes of a tree."""
         text = self.texts[seq_id]
-        size = len(text.tokens) + len(text.nodes)
+        size = text.length + len(text.nodes)
         count = int(self.rng.integers(min(size, 16) + 1 if self.rng.integers(2) else size + 1))
         self.cache.pop_n(seq_id, count)
         num_nodes = min(count, len(text.nodes))
         kept = len(text.nodes) - num_nodes
         del text.nodes[kept:], text.parents[kept:]
-        del text.tokens[len(text.tokens) - (count - num_nodes) :]
+        shorter = text.prefix(text.length - (count - num_nodes))
+        text.tokens, text.dropped = shorter.tokens, shorter.dropped
+        text.sinks = text.sinks if text.window else shorter.sinks
         self.count("pops")
+
+    def slide(self, seq_id: int) -> None:
+        """Give a sequence a window."""
+        text = self.texts[seq_id]
+        if text.window or text.nodes:
+            return
+        text.sinks = text.sinks if text.dropped else int(self.rng.integers(6))
+        text.window = text.sinks + int(self.rng.integers(1, 20))
+        self.cache.enable_sliding_window(seq_id, text.window, text.sinks)
+        text.slide()
+        self.count("windows")
 
     def step(self, _: int) -> None:
         """Append rows to several sequences."""
@@ -246,16 +284,18 @@ class World:
         recorded = (
             rows
             if all(self.cache.num_recorded_tokens(i) == len(self.texts[i].tokens) for i in lengths)
+            and not any(self.texts[i].window or self.texts[i].dropped for i in lengths)
             else None
         )
         if self.run(lengths, rows, positions, None, recorded):
             for i in lengths:
                 self.texts[i].tokens = wanted[i]
+                self.texts[i].slide()
 
     def tree(self, seq_id: int) -> None:
         """Append nodes to the token tree of a sequence."""
         text = self.texts[seq_id]
-        if len(text.nodes) > 12 or len(text.tokens) > 70:
+        if len(text.nodes) > 12 or len(text.tokens) > 70 or text.window or text.dropped:
             return
         nodes, parents = self.tokens(int(self.rng.integers(1, 7))), []
         for _ in nodes:

@@ -130,7 +130,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         longer than the window. After that, `sequence_length` and all positions count only what is
         kept.
 
-        Layers with a window of their own ignore this one. A fork has no window until this method is
+        Layers with a window of their own ignore this one, and states of recurrent layers are those
+        of the whole text. A fork has no window until this method is
         called for it, with the same number of sinks if the parent has dropped positions.
 
         Parameters

@@ -60,7 +60,8 @@ class KVCacheConfig:
         One per layer; None: `num_layers` default layers.
     sliding_window : bool
         Whether `KVCache.enable_sliding_window` can give sequences a sliding window with attention
-        sinks. Not possible with MLA layers.
+        sinks. Not possible with MLA layers. Recurrent layers and convolutions beside them go on
+        from all tokens of the text.
     sliding_window_includes_self : bool, optional
         Whether such a window counts the query row itself. True: a row sees `window` positions, its
         own included, as masks in transformers do. False: a row sees `window` positions and itself,
@@ -167,7 +168,9 @@ class KVCacheConfig:
             )
         if self.spans:
             _check_spans(layers)
-        self._check_recurrent_layers(layers)
+        for layer in layers:
+            if layer.recurrent is not None:
+                layer.recurrent.interval(self.dtype, self.page_size)
         modes = {layer.rope.mode for layer in layers if layer.kind in MHA_KINDS}
         if self.sliding_window and {"normal", "inline"} <= modes:
             raise ValueError(
@@ -191,18 +194,6 @@ class KVCacheConfig:
             layer_indptr=self._resolved_stages(),
             stage=self.stage,
         )
-
-    def _check_recurrent_layers(self, layers: Sequence[ResolvedLayer]) -> None:
-        for index, layer in enumerate(layers):
-            if layer.recurrent is None and layer.conv is None:
-                continue
-            if self.sliding_window:
-                raise ValueError(
-                    f"layer {index} of kind {layer.kind!r}: sliding_window is not possible with "
-                    "recurrent layers and short convolutions"
-                )
-            if layer.recurrent is not None:
-                layer.recurrent.interval(self.dtype, self.page_size)
 
     def _check_window_convention(self) -> None:
         includes_self = self.sliding_window_includes_self

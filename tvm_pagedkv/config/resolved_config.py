@@ -73,14 +73,19 @@ class ResolvedConfig:
 
     def _pages_with_history(self, layer: ResolvedLayer, window: int) -> int:
         history = None if layer.recurrent is None else layer.recurrent.history_tokens
+        # A sequence with a window may need more rows than it has positions: the text is longer.
+        needed = self._pages_in_use(window)
+        smallest = needed if self.sliding_window else 0
         if history is None:
-            return self.num_pages
-        pages_of_history = -(-history // self.page_size)
-        return min(self.num_pages, self._pages_of_window(window) + pages_of_history)
+            return max(self.num_pages, smallest)
+        return max(min(self.num_pages, needed + -(-history // self.page_size)), smallest)
 
     def _pages_of_window(self, window: int) -> int:
+        return min(self.num_pages, self._pages_in_use(window))
+
+    def _pages_in_use(self, window: int) -> int:
         # Pages that a sequence keeps between steps, for any offset in a page, and pages of a step.
         pages_kept = (window - 1 + POPPABLE + self.page_size - 2) // self.page_size + 1
         batch_size = min(self.max_num_sequences, self.prefill_chunk_size)
         pages_added = (self.prefill_chunk_size - batch_size) // self.page_size + batch_size
-        return min(self.num_pages, self.max_num_sequences * pages_kept + pages_added)
+        return self.max_num_sequences * pages_kept + pages_added

@@ -13,6 +13,7 @@ from tvm_pagedkv.models.falcon_h1 import falcon_h1
 from tvm_pagedkv.models.granite import granite_hybrid
 from tvm_pagedkv.models.lfm2 import lfm2
 from tvm_pagedkv.models.mamba2 import mamba2
+from tvm_pagedkv.models.mixers import share_of
 from tvm_pagedkv.models.parallel import check_shards
 from tvm_pagedkv.models.qwen3_5 import qwen3_5, qwen3_5_with_pictures
 from tvm_pagedkv.models.work import Work
@@ -119,9 +120,33 @@ def test_errors(reader, fields, message):
         reader(SHAPE | fields)
 
 
-def test_workers_do_not_share_states():
-    with pytest.raises(ValueError, match="num_shards must be 1: workers do not share the states"):
-        check_shards(qwen3_5(SHAPE), 2)
+@pytest.mark.parametrize(
+    ("config", "num_shards", "message"),
+    [
+        (
+            qwen3_5(SHAPE | {"num_attention_heads": 3, "num_key_value_heads": 3}),
+            3,
+            r"must divide the heads of a recurrent layer \(32\) of the model, got 3",
+        ),
+        (
+            qwen3_5(SHAPE | {"linear_num_key_heads": 16, "linear_num_value_heads": 48}
+                    | {"num_attention_heads": 3, "num_key_value_heads": 3}),
+            3,
+            r"must divide the key heads of a recurrent layer \(16\)",
+        ),
+        (mamba2(MAMBA | SHAPE | {"n_groups": 1}), 2, "num_shards must be 1: the model has one group of B and C"),
+    ],
+)  # fmt: skip
+def test_workers_divide_heads(config, num_shards, message):
+    with pytest.raises(ValueError, match=message):
+        check_shards(config, num_shards)
+
+
+def test_a_single_head_of_keys_is_with_every_worker():
+    own = share_of(qwen3_5(SHAPE | {"linear_num_key_heads": 1}).layers[0], 4)
+    assert own.recurrent == RecurrentConfig("gated_delta", 8, 1, 128, 128)
+    assert own.conv == ConvConfig((8 + 2) * 128, 4, "silu")
+    assert share_of(qwen3_5(SHAPE).layers[0], 4).conv == ConvConfig((8 + 2 * 4) * 128, 4, "silu")
 
 
 def test_work_counts_states():

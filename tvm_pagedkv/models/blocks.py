@@ -11,7 +11,7 @@ from ..relax import PagedKVCacheObject
 from . import kernels
 from .config import DecoderConfig
 from .latent import LatentAttention
-from .mixers import mixer_of
+from .mixers import mixer_of, share_of
 from .mlp import Mlp
 from .moe import MixtureOfExperts
 from .options import BuildOptions
@@ -124,7 +124,8 @@ class Block(nn.Module):
             elif spec.kind in KV_KINDS:
                 self.self_attn = Attention(config, options, f"{name}.self_attn")
             else:
-                self.mixer = mixer_of(spec)(config, options, spec, f"{name}.mixer")
+                own = share_of(spec, options.num_shards)
+                self.mixer = mixer_of(spec)(config, options, own, f"{name}.mixer")
         if config.has_experts(layer):
             self.mlp = MixtureOfExperts(config, options, f"{name}.mlp")
         elif config.intermediate_size:

@@ -13,6 +13,7 @@ from ..cache import KVCache, open_prefix_cache
 from ..compiler import build_libraries, config_map, load_libraries
 from ..config import KVCacheConfig, PrefixCacheConfig, RopeConfig
 from .config import DecoderConfig
+from .mixers import share_of
 from .options import BuildOptions
 
 
@@ -116,12 +117,13 @@ def cache_config(
     # With a sliding window, positions change as the window moves, so K is rotated when it is read.
     mode = "inline" if options.sliding_window else "normal"
     ropes = [_in_mode(layer.rope or RopeConfig(), mode) for layer in config.layers]
-    layers = [replace(each, rope=rope) for each, rope in zip(config.layers, ropes, strict=True)]
+    shares = [share_of(each, options.num_shards) for each in config.layers]
+    layers = [replace(each, rope=rope) for each, rope in zip(shares, ropes, strict=True)]
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
     return KVCacheConfig(
         num_layers=len(layers),
-        num_qo_heads=config.num_heads // options.num_shards,
-        num_kv_heads=config.num_kv_heads // options.num_shards,
+        num_qo_heads=max(config.num_heads // options.num_shards, 1),  # 0 without attention
+        num_kv_heads=max(config.num_kv_heads // options.num_shards, 1),
         qk_head_dim=config.head_dim,
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from ..config import LayerSpec
+from ..config import LayerSpec, RecurrentConfig
 from ..relax import PagedKVCacheObject
 from .config import DecoderConfig
 from .options import BuildOptions
-from .projections import Linear
+from .projections import Linear, SplitLinear
 from .state_kernels import delta_inputs, gated_norm
-from .weight_parts import Output, Weight, columns, rows, vector
+from .weight_parts import Output, Weight, channels, columns, rows, slices, vector
 
 
 class GatedDeltaNet(nn.Module):
@@ -34,7 +34,8 @@ class GatedDeltaNet(nn.Module):
         self.a_log = nn.Parameter((spec.num_heads,), "float32")
         self.dt_bias = nn.Parameter((spec.num_heads,), "float32")
         self.norm_weight = nn.Parameter((spec.value_dim,), "float32")
-        self.out_proj = Linear(self.v_width, hidden, options, name=f"{name}.out_proj")
+        width = self.v_width * options.num_shards
+        self.out_proj = SplitLinear(width, hidden, options, name=f"{name}.out_proj")
 
     def forward(
         self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
@@ -70,13 +71,23 @@ class GatedDeltaNet(nn.Module):
         spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
         num_heads, v_width = spec.num_heads, spec.num_heads * spec.value_dim
         gates = [Output("in_proj_b", num_heads), Output("in_proj_a", num_heads)]
-        qkv = [Output("in_proj_qkv", conv.channels)]
+        qkv = _heads("in_proj_qkv", spec)
         yield from rows(f"{ours}.qkv", theirs, qkv, hidden)
         yield from rows(f"{ours}.z", theirs, [Output("in_proj_z", v_width)], hidden)
         yield from rows(f"{ours}.gates", theirs, gates, hidden)
-        yield vector(f"{ours}.conv_weight", f"{theirs}.conv1d.weight", conv.channels, 1, conv.width)
-        yield vector(f"{ours}.a_log", f"{theirs}.A_log", num_heads)
-        yield vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", num_heads)
+        yield from channels(
+            f"{ours}.conv", theirs, _heads("conv1d", spec), conv.width, bias=conv.has_bias
+        )
+        yield vector(f"{ours}.a_log", f"{theirs}.A_log", num_heads, split="rows")
+        yield vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", num_heads, split="rows")
         yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", spec.value_dim)
         out = f"{ours}.out_proj", f"{theirs}.out_proj", (hidden, v_width)
         yield from columns(*out, scale=config.scales.mixer)
+
+
+def _heads(name: str, spec: RecurrentConfig) -> list[Output]:
+    """Return the rows of Q, K and V of a tensor. Workers share a single head of keys."""
+    keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
+    q, k, v = slices(name, keys, keys, values)
+    is_whole = spec.num_key_heads == 1
+    return [q._replace(is_whole=is_whole), k._replace(is_whole=is_whole), v]

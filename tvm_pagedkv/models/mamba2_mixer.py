@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from ..config import LayerSpec
+from ..config import LayerSpec, RecurrentConfig
 from ..relax import PagedKVCacheObject
 from .config import DecoderConfig
 from .options import BuildOptions
-from .projections import Linear
+from .projections import Linear, SplitLinear
 from .state_kernels import gated_norm, mamba2_inputs
-from .weight_parts import Weight, columns, rows, slices, vector
+from .weight_parts import Output, Weight, channels, columns, rows, slices, vector
 
 
 class Mamba2Mixer(nn.Module):
@@ -38,7 +38,9 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter((spec.num_heads,), "float32")
         self.d = nn.Parameter((spec.num_heads,), "float32")
         self.norm_weight = nn.Parameter((self.width,), "float32") if self.own.norm else None
-        self.out_proj = Linear(self.width, hidden, options, out_bias, name=f"{name}.out_proj")
+        self.out_proj = SplitLinear(
+            self.width * options.num_shards, hidden, options, out_bias, name=f"{name}.out_proj"
+        )
 
     def forward(
         self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
@@ -80,16 +82,16 @@ class Mamba2Mixer(nn.Module):
         num_heads, width = spec.num_heads, spec.num_heads * spec.value_dim
         key_width = spec.num_key_heads * spec.key_dim
         widths = (width, width, key_width, key_width, num_heads)
-        z, x, b, c, dt = slices("in_proj", *widths, scales=own.in_scales)
-        for name, outputs in (("z", [z]), ("xbc", [x, b, c]), ("gates", [dt])):
+        z, *xbc, dt = slices("in_proj", *widths, scales=own.in_scales)
+        xbc = _for_workers(xbc, spec)
+        for name, outputs in (("z", [z]), ("xbc", xbc), ("gates", [dt])):
             yield from rows(f"{ours}.{name}", theirs, outputs, hidden, bias=own.in_bias)
-        yield vector(f"{ours}.conv_weight", f"{theirs}.conv1d.weight", conv.channels, 1, conv.width)
-        if conv.has_bias:
-            yield vector(f"{ours}.conv_bias", f"{theirs}.conv1d.bias", conv.channels)
+        convolved = _for_workers(slices("conv1d", width, key_width, key_width), spec)
+        yield from channels(f"{ours}.conv", theirs, convolved, conv.width, bias=conv.has_bias)
         for name, tensor in (("a_log", "A_log"), ("dt_bias", "dt_bias"), ("d", "D")):
-            yield vector(f"{ours}.{name}", f"{theirs}.{tensor}", num_heads)
+            yield vector(f"{ours}.{name}", f"{theirs}.{tensor}", num_heads, split="rows")
         if own.norm:
-            yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", width)
+            yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", width, split="rows")
         yield from columns(
             f"{ours}.out_proj",
             f"{theirs}.out_proj",
@@ -97,3 +99,10 @@ class Mamba2Mixer(nn.Module):
             bias=own.out_bias,
             scale=config.scales.mixer,
         )
+
+
+def _for_workers(xbc: Sequence[Output], spec: RecurrentConfig) -> list[Output]:
+    """Return the rows of x, B and C as workers divide them, who share a single group of B and C."""
+    x, b, c = xbc
+    is_whole = spec.num_key_heads == 1
+    return [x, b._replace(is_whole=is_whole), c._replace(is_whole=is_whole)]

@@ -16,11 +16,13 @@ import numpy as np
 import tvm_ffi
 
 from ..compiler import resolve_target, vector_target
+from ..config import KV_KINDS
 from ..distributed import process_session, threaded_session
 from . import parallel_worker  # noqa: F401  workers of this process find its function
 from .chat import ChatTemplate
 from .config import DecoderConfig
 from .default_dtype import default_dtype
+from .mixers import check_share
 from .model import check_cache, executable_file, load_tokenizer, read_model
 from .options import BuildOptions
 from .parallel_cache import ParallelCache
@@ -71,17 +73,16 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
             "num_shards must be 1: workers do not share latent attention (MLA), whose rows all "
             f"heads read; got {num_shards}"
         )
-    if num_shards > 1 and config.has_mixers:
-        raise ValueError(
-            "num_shards must be 1: workers do not share the states of recurrent and convolution "
-            f"layers; got {num_shards}"
-        )
+    has_attention = any(layer.kind in KV_KINDS for layer in config.layers)
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        if "heads" in name and not has_attention:
+            continue
         if getattr(config, name) % num_shards:
             raise ValueError(
                 f"num_shards must divide {name} ({getattr(config, name)}) of the model, got "
                 f"{num_shards}"
             )
+    check_share(config, num_shards)
 
 
 class ParallelModel:

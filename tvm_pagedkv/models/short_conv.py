@@ -13,8 +13,8 @@ from ..relax import PagedKVCacheObject
 from . import kernels
 from .config import DecoderConfig
 from .options import BuildOptions
-from .projections import Linear
-from .weight_parts import Output, Weight, columns, rows, vector
+from .projections import Linear, SplitLinear
+from .weight_parts import Output, Weight, channels, columns, rows, slices
 
 
 class ShortConv(nn.Module):
@@ -23,12 +23,14 @@ class ShortConv(nn.Module):
     def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
         assert layer.conv is not None
         self.conv, self.options = layer.conv, options
-        width, channels, bias = config.hidden_size, layer.conv.channels, layer.conv.has_bias
-        self.inner = Linear(width, 2 * channels, options, bias, name=f"{name}.inner")
-        self.outer = Linear(width, channels, options, bias, name=f"{name}.outer")
-        self.conv_weight = nn.Parameter((channels, layer.conv.width), options.dtype)
-        self.conv_bias = nn.Parameter((channels,), options.dtype) if bias else None
-        self.out_proj = Linear(channels, width, options, bias, name=f"{name}.out_proj")
+        width, own, bias = config.hidden_size, layer.conv.channels, layer.conv.has_bias
+        self.inner = Linear(width, 2 * own, options, bias, name=f"{name}.inner")
+        self.outer = Linear(width, own, options, bias, name=f"{name}.outer")
+        self.conv_weight = nn.Parameter((own, layer.conv.width), options.dtype)
+        self.conv_bias = nn.Parameter((own,), options.dtype) if bias else None
+        self.out_proj = SplitLinear(
+            own * options.num_shards, width, options, bias, name=f"{name}.out_proj"
+        )
 
     def forward(
         self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
@@ -48,14 +50,13 @@ class ShortConv(nn.Module):
     ) -> Iterator[tuple[str, Weight]]:
         """Yield the name and the source of every weight."""
         assert layer.conv is not None
-        width, channels, bias = config.hidden_size, layer.conv.channels, layer.conv.has_bias
-        b, c, x = (Output("in_proj", channels, i * channels, 3 * channels) for i in range(3))
+        width, num_channels, bias = config.hidden_size, layer.conv.channels, layer.conv.has_bias
+        b, c, x = slices("in_proj", *[num_channels] * 3)
         yield from rows(f"{ours}.inner", theirs, [b, x], width, bias=bias)
         yield from rows(f"{ours}.outer", theirs, [c], width, bias=bias)
-        yield vector(f"{ours}.conv_weight", f"{theirs}.conv.weight", channels, 1, layer.conv.width)
-        if bias:
-            yield vector(f"{ours}.conv_bias", f"{theirs}.conv.bias", channels)
-        shape = (width, channels)
+        convolved = [Output("conv", num_channels)]
+        yield from channels(f"{ours}.conv", theirs, convolved, layer.conv.width, bias=bias)
+        shape = (width, num_channels)
         yield from columns(
             f"{ours}.out_proj", f"{theirs}.out_proj", shape, bias=bias, scale=config.scales.mixer
         )

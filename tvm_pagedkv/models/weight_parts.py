@@ -36,6 +36,8 @@ class Part(NamedTuple):
         Whether the matrix is transposed before rows are taken. `shape` is that of the checkpoint.
     as_columns : bool
         Whether the rows that are taken become columns.
+    is_whole : bool
+        Whether every worker has all of it, however the other parts of a weight are divided.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Part(NamedTuple):
     expert: tuple[int, int] | None = None
     transposed: bool = False
     as_columns: bool = False
+    is_whole: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -117,22 +120,30 @@ class Weight:
         for first in range(0, len(self.parts), count):
             yield replace(self, parts=self.parts[first : first + count], experts=1, heads=1)
 
-    def share(self, part, shard: int, num_shards: int):
-        """Return the share of a part, quantized or not, that worker `shard` of `num_shards` has."""
-        if isinstance(part, QuantizedRows):
-            return part.map(lambda array: self.share(array, shard, num_shards))
-        if self.split is None:
-            return part
+    def share(self, part: Part, values, shard: int, num_shards: int):
+        """Return the share of a part that worker `shard` of `num_shards` has.
+
+        The values are those of the part, quantized or not.
+        """
+        if isinstance(values, QuantizedRows):
+            return values.map(lambda array: self.share(part, array, shard, num_shards))
+        if self.split is None or part.is_whole:
+            return values
         if self.split == "first":
-            return part if shard == 0 else np.zeros_like(part)
-        return np.split(part, num_shards, axis=("rows", "columns").index(self.split))[shard]
+            return values if shard == 0 else np.zeros_like(values)
+        return np.split(values, num_shards, axis=("rows", "columns").index(self.split))[shard]
 
 
 def vector(
-    ours: str, theirs: str, *shape: int, scale: float = 1.0, offset: float = 0.0
+    ours: str,
+    theirs: str,
+    *shape: int,
+    scale: float = 1.0,
+    offset: float = 0.0,
+    split: str | None = None,
 ) -> tuple[str, Weight]:
     """Return a weight that is no matrix: a tensor of this shape."""
-    return ours, Weight((Part(theirs, shape, scale=scale),), False, offset=offset)
+    return ours, Weight((Part(theirs, shape, scale=scale),), False, split, offset)
 
 
 class Output(NamedTuple):
@@ -149,7 +160,7 @@ class Output(NamedTuple):
         on of each. A group of 0: the features are all rows.
     scale : float
         Factor on the features.
-    paired : int
+    paired, is_whole
         As for `Part`.
     """
 
@@ -160,15 +171,17 @@ class Output(NamedTuple):
     groups: int = 1
     scale: float = 1.0
     paired: int = 0
+    is_whole: bool = False
 
     def part(self, theirs: str, kind: str, columns: tuple[int, ...]) -> Part:
         """Return the part of a weight or a bias below `theirs`."""
         name = f"{theirs}.{self.name}.{kind}"
         if not self.group:
-            return Part(name, (self.width, *columns), scale=self.scale, paired=self.paired)
+            shape: tuple[int, ...] = (self.width, *columns)
+            return Part(name, shape, scale=self.scale, paired=self.paired, is_whole=self.is_whole)
         rows = self.begin, self.begin + self.width // self.groups
         shape = (self.groups * self.group, *columns)
-        return Part(name, shape, rows, self.groups, self.scale, self.paired)
+        return Part(name, shape, rows, self.groups, self.scale, self.paired, is_whole=self.is_whole)
 
 
 def slices(name: str, *widths: int, scales: Sequence[float] | None = None) -> list[Output]:
@@ -207,6 +220,17 @@ def rows(
     yield f"{ours}.weight", Weight(parts("weight", in_features), True, split)
     if bias:
         yield f"{ours}.bias", Weight(parts("bias"), False, split)
+
+
+def channels(
+    ours: str, theirs: str, outputs: Sequence[Output], width: int, *, bias: bool
+) -> Iterator[tuple[str, Weight]]:
+    """Yield the weights of a short convolution, whose channels the workers divide."""
+    parts = tuple(each.part(theirs, "weight", (1, width)) for each in outputs)
+    yield f"{ours}_weight", Weight(parts, False, "rows")
+    if bias:
+        parts = tuple(each.part(theirs, "bias", ()) for each in outputs)
+        yield f"{ours}_bias", Weight(parts, False, "rows")
 
 
 def columns(

@@ -170,7 +170,7 @@ def _load(
     format = options.format_of(name)
     array: Any
     parts = [
-        source.share(_read(checkpoint, part, format), shard, options.num_shards)
+        source.share(part, _read(checkpoint, part, format), shard, options.num_shards)
         for part in source.parts
     ]
     if format is not None:

@@ -15,6 +15,7 @@ import zlib
 import numpy as np
 import tvm
 from tier_faults import Clock
+from tier_states import HEAD_DIM, RECURRENT, RecurrentLayer, states_of
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.stores import PageStore, close_worker
@@ -31,6 +32,8 @@ LAYOUTS = {
         {**MHA, "kind": "mha_sliding", "window": 6},
         {"kind": "mla", "num_qo_heads": 1, "qk_head_dim": 16, "v_head_dim": 8},
     ),
+    "hybrid": (RECURRENT, MHA),
+    "hybrid with few ingredients": ({**RECURRENT, "history_tokens": 8}, MHA),
 }
 _LAYER_FACTORS = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)
 
@@ -68,6 +71,7 @@ class World:
         self._salts: dict[int, bytes] = {}
         self._before: dict[str, int] = {}
         self._is_damaged = False
+        self._recurrent = RecurrentLayer()
         config = {
             "max_num_sequences": MAX_SEQUENCES,
             "max_total_tokens": 28 * PAGE_SIZE,
@@ -79,7 +83,8 @@ class World:
         }
         create = tvm.get_global_func("pagedkv.create")
         self._cache = create(config, self._kernels(), tvm.cpu())
-        self._groups = [layer["group"] for layer in self._cache.description["layers"]]
+        description = self._cache.description
+        self._groups = {layer["id"]: layer["group"] for layer in description["layers"]}
         tiers = pkv.PrefixCacheConfig(
             host_bytes=draw.choice((12_000, 40_000)),
             store=store,
@@ -171,7 +176,10 @@ class World:
             self._cache.begin_forward([seq_id], [len(tokens)], tokens=tokens)
         except pkv.CacheFullError:
             return
-        self._cache.attention(0, np.full((len(tokens), 3, 8), POISON))
+        if self._layers[0] is MHA:
+            self._cache.attention(0, np.full((len(tokens), 3, 8), POISON))
+        else:
+            self._recurrent.run(self._cache, 0, np.zeros((len(tokens), 16), "float32"))
         self._cache.abort_forward()
 
     def _extend(self, seq_id: int, tokens: list[int]) -> bool:
@@ -188,11 +196,25 @@ class World:
             if each["kind"] == "mla":
                 self._cache.append_mla_kv(layer, self._rows(hashes, layer))
                 continue
+            if each["kind"] == "recurrent":
+                self._run_recurrence(seq_id, layer, len(tokens))
+                continue
             qkv = np.zeros((len(tokens), 3, 8), "float32")
             qkv[:, 1:] = self._rows(hashes, layer).reshape(-1, 2, 8)
             self._cache.attention(layer, qkv)
         self._cache.end_forward()
         return True
+
+    def _run_recurrence(self, seq_id: int, layer: int, count: int) -> None:
+        """Append rows to a recurrent layer, and compare what it makes of them."""
+        rows = self._rows(self._hashes(seq_id), layer)
+        convolved, states = (each[-count:] for each in states_of(rows))
+        found, o = self._recurrent.run(self._cache, layer, rows[-count:])
+        if not (np.array_equal(found, convolved) and np.array_equal(o, states[:, :HEAD_DIM])):
+            raise RuntimeError(
+                f"the states of a {self._layout} cache are wrong behind the last {count} of "
+                f"{self._tokens[seq_id]}, salt {self._salts[seq_id]}"
+            )
 
     def _remove(self, seq_id: int) -> None:
         self._cache.remove_sequence(seq_id)
@@ -248,7 +270,14 @@ class World:
         if length != len(self._tokens[seq_id]):
             raise RuntimeError(f"sequence {seq_id} has {length} positions")
         hashes = self._hashes(seq_id)
-        for layer, group in enumerate(self._groups):
+        for layer, each in enumerate(self._layers):
+            if each["kind"] == "recurrent":
+                rows = self._rows(hashes, layer)
+                states = states_of(rows)[1]
+                num_pages = self._recurrent.check(self._cache, seq_id, rows, states)
+                self._counts.add("checked_pages", num_pages)
+                continue
+            group = self._groups[layer]
             first = self._cache.first_position(seq_id, group)
             table = self._cache.page_table(seq_id, group)
             pages = self._pages[layer][table]
@@ -294,11 +323,15 @@ class World:
             self._layer = layer
             if each["kind"] == "mla":
                 self._cache.append_mla_kv(layer, np.zeros((1, 16), "float32"))
+            elif each["kind"] == "recurrent":
+                self._recurrent.run(self._cache, layer, np.zeros((1, 16), "float32"))
             else:
                 self._cache.attention(layer, np.zeros((1, 3, 8), "float32"))
         self._cache.end_forward()
         self._cache.remove_sequence(0)
-        for pages in self._pages.values():
+        recurrent = self._recurrent
+        others = (recurrent.ingredients, recurrent.states, recurrent.inputs)
+        for pages in (*self._pages.values(), *others):
             pages[...] = POISON
 
     def _kernels(self) -> dict:
@@ -331,4 +364,5 @@ class World:
             "transpose_append_mla": append_mla,
             "copy_single_page": copy_single_page,
         }
-        return {name: tvm.runtime.convert(kernel) for name, kernel in kernels.items()}
+        converted = {name: tvm.runtime.convert(kernel) for name, kernel in kernels.items()}
+        return converted | self._recurrent.kernels()

@@ -215,12 +215,15 @@ TEST_CASE("kv transfer: a state that is not computed yet") {
   table.Pop(3, 16);
   table.CheckIntegrity();
   REQUIRE_RAISES("ValueError",
-                 "asks for the state behind 16 positions, but with positions 0 to 26 ",
-                 sends.RequireSendable(table.At(3), MarkWithState(26, 16)));
+                 "asks for the state behind 12 positions, but with positions 0 to 26 ",
+                 sends.RequireSendable(table.At(3), MarkWithState(26, 12)));
+  sends.RequireSendable(table.At(3), MarkWithState(26, 16));  // a later one will do
   sends.RequireSendable(table.At(3), MarkWithState(26, 8));
   table.At(3).send = std::make_unique<SendMark>(MarkWithState(26, 8));
   REQUIRE_EQ(sends.ReadyEnd(table.At(3)), 7);
   REQUIRE(sends.Plan(table.At(3)).runs[2].empty());
+  REQUIRE_EQ(sends.FirstToSend(table.At(2), 0, 26), Numbers{0, 24, 24});
+  REQUIRE_EQ(sends.FirstToSend(table.At(3), 0, 26), Numbers{0, 8, 8});
   Numbers ids{3}, lengths{6};
   for (int64_t id : {0, 1, 2}) table.Remove(id);
   plan.Prepare({ids.data(), 1}, {lengths.data(), 1});

@@ -55,6 +55,13 @@ Sequence* KVReceiver::Find(int64_t sequence_id, int64_t receive_id, const char* 
   return &sequence;
 }
 
+ffi::Shape KVReceiver::Shorten(int64_t sequence_id, int64_t receive_id, IntSpan firsts) {
+  Sequence* sequence = Find(sequence_id, receive_id, "shorten_receive");
+  const std::vector<int64_t> wanted(firsts.data, firsts.data + firsts.size);
+  const std::vector<int32_t> pages = receives_.Shorten(sequence, wanted);
+  return ffi::Shape(std::vector<int64_t>(pages.begin(), pages.end()));
+}
+
 void KVReceiver::Finish(int64_t sequence_id, int64_t receive_id) {
   Sequence* sequence = Find(sequence_id, receive_id, "finish_receive");
   receives_.ReleasePages(receive_id);

@@ -43,6 +43,12 @@ class KVReceiver {
    * sequence is removed.
    */
   int64_t IdOf(int64_t sequence_id);
+  /*!
+   * \brief Leaves out first positions of a receive that the sender lacks, before anything of it is
+   *   written; see Receives::Shorten.
+   * \return The pages of the states to come, for each state group; -1 where none is received.
+   */
+  ffi::Shape Shorten(int64_t sequence_id, int64_t receive_id, IntSpan firsts);
   void Finish(int64_t sequence_id, int64_t receive_id);
   /*! \brief Drops the positions. When the sequence was used or removed, only lets the pages go. */
   void Cancel(int64_t sequence_id, int64_t receive_id);

@@ -180,6 +180,15 @@ void KVSender::Announce(const std::vector<int64_t>& blocks) {
   if (first_error != nullptr) std::rethrow_exception(first_error);
 }
 
+ffi::Shape KVSender::FirstToSend(int64_t sequence_id, int64_t begin, int64_t end) const {
+  step_->phase().RequireIdle("first_to_send");
+  const Sequence& sequence = table_->At(sequence_id);
+  if (begin < 0 || begin >= end || end > std::numeric_limits<int32_t>::max()) {
+    Raise(kValueError, "cannot send positions ", begin, " to ", end);
+  }
+  return ffi::Shape(sends_.FirstToSend(sequence, begin, end));
+}
+
 int64_t KVSender::IdOf(int64_t sequence_id) const {
   const Sequence& sequence = table_->At(sequence_id);
   return sequence.send ? sequence.send->id : 0;

@@ -46,6 +46,8 @@ class KVSender {
    *   receiver of its own rank under that one number.
    */
   void MarkSend(int64_t sequence_id, int64_t begin, IntSpan position_map, int64_t peer);
+  /*! \brief What of positions [begin, end) a sequence can send; see Sends::FirstToSend. */
+  ffi::Shape FirstToSend(int64_t sequence_id, int64_t begin, int64_t end) const;
   /*! \brief The id of the send of a sequence that is under way; 0 for none. Ids count from 1. */
   int64_t IdOf(int64_t sequence_id) const;
   void Cancel(int64_t sequence_id, int64_t send_id);

@@ -68,6 +68,7 @@ OTHERS = {
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache, or one with recurrent layers: test_recurrent_cache.py,
+# transfer/test_first_positions.py,
 # test_hostile_creation.py, test_transfer_messages.py,
 # test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py,
 # test_cuda_scratch.py, test_rnn_state.py.
@@ -76,7 +77,7 @@ WITHOUT_CACHE = {
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
     OWN + "conv", OWN + "recurrent", OWN + "check_conv", OWN + "check_recurrent",
-    OWN + "state_table", OWN + "pool_of",
+    OWN + "state_table", OWN + "pool_of", OWN + "first_to_send", OWN + "shorten_receive",
     OWN + "tier_close", OWN + "tier_memory", OWN + "borrow_scratch", OWN + "return_scratch",
     *(f"{RNN}{name}" for name in ("create", "get", "set", "debug_get")),
     OWN + "rnn_state_can_fork", OWN + "rnn_state_can_popn",

@@ -51,6 +51,23 @@ def receive_id(cache: KVCache, seq_id: int) -> int:
     return global_function("pagedkv.receive_id")(cache, seq_id)
 
 
+def shorten_receive(cache: KVCache, seq_id: int, receive: int, firsts: Sequence[int]) -> list[int]:
+    """Leave out first positions of a receive that the sender lacks.
+
+    Parameters
+    ----------
+    firsts : sequence of int
+        As `first_to_send` returns them. What is not later stays as it was requested.
+
+    Returns
+    -------
+    list of int
+        The pages of the states to come, per state group; -1: none is received.
+    """
+    firsts = tvm_ffi.Shape(tuple(firsts))
+    return list(global_function("pagedkv.shorten_receive")(cache, seq_id, receive, firsts))
+
+
 def finish_receive(cache: KVCache, seq_id: int, receive: int) -> None:
     """Complete a receive: all of its rows have been written."""
     global_function("pagedkv.finish_receive")(cache, seq_id, receive)
@@ -102,6 +119,18 @@ def forget_receiver(cache: KVCache, peer: int) -> None:
     """
     with contextlib.suppress(Exception):
         global_function("pagedkv.drop_send_handler")(cache, peer)
+
+
+def first_to_send(cache: KVCache, seq_id: int, begin: int, end: int) -> list[int]:
+    """Return what of positions [begin, end) a sequence can send.
+
+    Returns
+    -------
+    list of int
+        Per layer group the first position: the earliest one that the receiver keeps and that the
+        sequence has. Then per state group the positions that the state to send covers; 0: none.
+    """
+    return list(global_function("pagedkv.first_to_send")(cache, seq_id, begin, end))
 
 
 def send_id(cache: KVCache, seq_id: int) -> int:

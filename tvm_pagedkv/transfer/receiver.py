@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from . import _runtime
 from .channel import Channel, MessageError, TransferError, TransferTimeout
 from .clock import Deadline
 from .endpoint import Endpoint, field, integers, quote
+from .first_positions import leave_out
 from .layout import expand_map, expand_runs, num_slots_of, regions
 
 
@@ -46,6 +48,7 @@ class Ticket:
     read: int
     confirmed: int
     unconfirmed: dict[int, int]  # block -> the position after its last
+    firsts: list[int] = dataclasses.field(default_factory=list)  # positions that come, by group
     is_finished: bool = False
     is_done: bool = False
     result: Any = None
@@ -199,9 +202,11 @@ class Receiver(Endpoint):
 
     def _read(self, ticket: Ticket, offer: dict[str, Any]) -> None:
         block = field(offer, "block", int)
-        runs = self._check_offer(ticket, offer)
         if _runtime.receive_id(self.cache, ticket.seq_id) != ticket.receive_id:
             raise TransferError(f"sequence {ticket.seq_id} was used while it was being received")
+        if "firsts" in offer:
+            self._leave_out(ticket, offer)
+        runs = self._check_offer(ticket, offer)
         by_pool, by_group = {}, {}
         for index, layer in enumerate(self._page_groups):
             pool = layer["pool"]
@@ -212,6 +217,16 @@ class Receiver(Endpoint):
         ticket.read = offer["end"]
         ticket.unconfirmed[block] = offer["end"]
         self.channel.send({"type": "read", "id": ticket.id, "block": block})
+
+    def _leave_out(self, ticket: Ticket, offer: dict[str, Any]) -> None:
+        """Take only what the sender has of the first positions."""
+        if ticket.read != ticket.begin or ticket.firsts:
+            raise TransferError("the sender leaves out positions after it has sent some")
+        firsts = integers(offer, "firsts")
+        receive = ticket.receive_id
+        pages = _runtime.shorten_receive(self.cache, ticket.seq_id, receive, firsts)
+        leave_out(ticket.slots, ticket.begin, firsts, pages)
+        ticket.firsts = firsts
 
     def _page_size(self, pool: int) -> int:
         """Return the slots of a page; a page of states is one."""
@@ -243,6 +258,8 @@ class Receiver(Endpoint):
             source, destination, length = runs.T
             wanted = ticket.slots[group][begin - ticket.begin : end - ticket.begin]
             wanted = wanted[wanted >= 0]
+            if group >= self._num_groups and ticket.firsts and len(runs) == len(wanted):
+                destination[:] = wanted  # the sender does not know the page of such a state
             fits = (
                 np.all((length > 0) & (length <= page_size))
                 and length.sum() == len(wanted)

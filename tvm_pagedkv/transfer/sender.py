@@ -14,6 +14,7 @@ from .channel import Channel, MessageError, TransferError, TransferTimeout
 from .clock import Deadline
 from .endpoint import Endpoint, integers, quote
 from .endpoint import field as of
+from .first_positions import without_missing
 from .requests import Request, request_of
 
 _MAX_REQUESTS = 1024  # maximum number of requests that wait for `next_request`
@@ -47,6 +48,7 @@ class Send:
     is_done: bool = False
     error: Exception | None = None
     blocks: set[int] = field(default_factory=set)  # blocks that the receiver has not read yet
+    firsts: list[int] = field(default_factory=list)  # positions, where it lacks earlier ones
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ class Sender(Endpoint):
             raise ValueError(f"request {request.id} is being answered already")
         send = self._sends[request.id] = Send(request, seq_id, request.begin)
         try:
-            _runtime.mark_send(self.cache, seq_id, request.begin, request.slots, self.peer)
+            slots, send.firsts = without_missing(self.cache, seq_id, request)
+            _runtime.mark_send(self.cache, seq_id, request.begin, slots, self.peer)
             send.id = _runtime.send_id(self.cache, seq_id)
         except Exception as error:
             self._fail_send(send, error)
@@ -246,6 +249,8 @@ class Sender(Endpoint):
         send.handed_over = described["end"]
         offer = {"type": "offer", "id": send.request.id, "block": block}
         offer |= {"begin": described["begin"], "end": described["end"]}
+        if send.firsts and described["begin"] == send.request.begin:
+            offer["firsts"] = send.firsts
         try:
             self.channel.send(
                 offer | {"runs": [runs.ravel().tolist() for runs in described["runs"]]}

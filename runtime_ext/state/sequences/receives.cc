@@ -138,6 +138,109 @@ void Receives::Commit(ReceivePlan plan, int64_t id) const noexcept {
   table_->Grow(sequence, plan.count);
 }
 
+bool Receives::MustShorten(const Sequence& sequence, int32_t group, int64_t first) const {
+  const Receive& receive = *sequence.receive;
+  const PageGeometry& geometry = table_->geometry();
+  const int64_t page_size = geometry.page_size();
+  const int64_t wanted = std::max(receive.begin, sequence.first_pages[group] * page_size);
+  if (first <= wanted) return false;
+  // Then all pages of the group are of the receive.
+  const bool is_new = receive.groups[group].num_retained == 0 && receive.groups[group].replaced < 0;
+  const int64_t last = geometry.HasWindow(group)
+                           ? geometry.FirstPageToSee(group, sequence.length) * page_size
+                           : wanted;
+  if (is_new && first <= last && first % page_size == 0) return true;
+  Raise(kValueError, "sequence ", sequence.id, " receives positions ", wanted, " to ",
+        sequence.length, " of layer group ", group, "; it cannot do without those before ", first);
+}
+
+bool Receives::MustMove(const Sequence& sequence, int32_t s, int64_t length) const {
+  const Receive& receive = *sequence.receive;
+  const int64_t wanted = receive.states[s] ? sequence.states[s].length : 0;
+  if (length == 0 || length == wanted) return false;
+  const int64_t interval = table_->geometry().state_group(s).interval;
+  const bool is_possible = receive.states[s].has_value() || receive.begin == 0;
+  if (is_possible && length > wanted && length <= sequence.length && length % interval == 0) {
+    return true;
+  }
+  Raise(kValueError, "sequence ", sequence.id, " receives positions ", receive.begin, " to ",
+        sequence.length, " and the state behind ", wanted, "; it cannot take the one behind ",
+        length, " in its place");
+}
+
+std::vector<SequenceStates> Receives::ReserveStates(const Sequence& sequence,
+                                                    const std::vector<int64_t>& firsts) {
+  const PageGeometry& geometry = table_->geometry();
+  HoldPages(sequence);
+  Pages& held = held_.at(sequence.receive->id);
+  std::vector<SequenceStates> reserved(sequence.states.size());
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    const int32_t p = geometry.StatePool(s);
+    if (!MustMove(sequence, s, firsts[p]) || sequence.receive->states[s]) continue;
+    if (table_->pool(p).num_available() < 1) table_->RaiseFull(p, 1, "the receive");
+    reserved[s].pages.reserve(1);
+    held[p].reserve(1);
+  }
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {  // cannot fail
+    const int32_t p = geometry.StatePool(s);
+    if (reserved[s].pages.capacity() == 0) continue;
+    reserved[s].pages.push_back(table_->pool(p).Allocate());
+    table_->pins().Pin(p, reserved[s].pages[0]);
+    held[p].push_back(reserved[s].pages[0]);
+  }
+  return reserved;
+}
+
+std::vector<int32_t> Receives::Shorten(Sequence* sequence, const std::vector<int64_t>& firsts) {
+  const PageGeometry& geometry = table_->geometry();
+  Receive& receive = *sequence->receive;
+  if (static_cast<int32_t>(firsts.size()) != geometry.num_pools()) {
+    Raise(kValueError, "expected a position for each of ", geometry.num_pools(),
+          " groups of layers and of states, got ", firsts.size());
+  }
+  std::vector<int64_t> first_of(firsts.begin(), firsts.begin() + table_->num_groups());
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    const int64_t length = firsts[geometry.StatePool(s)];
+    // Ingredients before a state are of no use, and those behind it are needed.
+    first_of[geometry.state_group(s).ingredients] = MustMove(*sequence, s, length) ? length : 0;
+  }
+  std::vector<bool> is_shorter(first_of.size());
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    const bool has_states = geometry.StateGroupOf(g) >= 0;
+    is_shorter[g] = has_states ? first_of[g] > 0 : MustShorten(*sequence, g, first_of[g]);
+  }
+  std::vector<int32_t> pages(sequence->states.size(), -1);
+  std::vector<SequenceStates> reserved = ReserveStates(*sequence, firsts);
+  // What follows cannot fail.
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    SequenceStates& states = sequence->states[s];
+    if (!reserved[s].pages.empty()) {
+      receive.states[s] = std::move(states);
+      states = std::move(reserved[s]);
+    }
+    const int64_t length = first_of[geometry.state_group(s).ingredients];
+    if (length > 0) {
+      states.length = length;
+      states.first_page = length / geometry.state_group(s).interval - 1;
+    }
+    if (receive.states[s]) pages[s] = states.pages[0];
+  }
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    if (is_shorter[g]) DropPages(sequence, g, first_of[g]);
+  }
+  return pages;
+}
+
+void Receives::DropPages(Sequence* sequence, int32_t group, int64_t first) const noexcept {
+  const int64_t first_page = table_->geometry().PageOf(first);
+  std::vector<int32_t>& pages = sequence->pages[group];
+  const auto end =
+      pages.begin() + static_cast<ptrdiff_t>(first_page - sequence->first_pages[group]);
+  for (auto page = pages.begin(); page != end; ++page) table_->pool(group).Release(*page);
+  pages.erase(pages.begin(), end);
+  sequence->first_pages[group] = first_page;
+}
+
 void Receives::HoldPages(const Sequence& sequence) {
   const Receive& receive = *sequence.receive;
   if (held_.count(receive.id)) return;

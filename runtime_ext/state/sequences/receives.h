@@ -51,6 +51,16 @@ class Receives {
   void Commit(ReceivePlan plan, int64_t id) const noexcept;
 
   /*!
+   * \brief Leaves out the first positions of an open receive that the sender lacks: those of
+   *   windows that can be popped, and those before a later state than the one that was asked for.
+   * \param firsts The first position to come, [group]; then the lengths of states, [state group].
+   *   What is not later stays as it is.
+   * \return The pages of the states, [state group]; -1 where none is received.
+   * \throws Error (ValueError, CacheFullError); then nothing has changed.
+   */
+  std::vector<int32_t> Shorten(Sequence* sequence, const std::vector<int64_t>& firsts);
+
+  /*!
    * \brief Pins the pages of the sequence's receive until ReleasePages, even if the sequence is
    * removed meanwhile. Idempotent.
    */
@@ -62,6 +72,15 @@ class Receives {
   SlotMap SlotsOf(const ReceivePlan& plan) const;
 
  private:
+  /*! \brief Whether the window of a group has to begin later. \throws Error (ValueError). */
+  bool MustShorten(const Sequence& sequence, int32_t group, int64_t first) const;
+  /*! \brief Whether the state to receive has to be a later one. \throws Error (ValueError). */
+  bool MustMove(const Sequence& sequence, int32_t s, int64_t length) const;
+  /*! \brief Takes a page for each state that comes although none was asked for. */
+  std::vector<SequenceStates> ReserveStates(const Sequence& sequence,
+                                            const std::vector<int64_t>& firsts);
+  /*! \brief Gives up the pages of a group before a position. */
+  void DropPages(Sequence* sequence, int32_t group, int64_t first) const noexcept;
   /*! \brief The first page that a group keeps, with the positions up to `end`. */
   int64_t FirstPage(const Sequence& sequence, int32_t group, int64_t end) const;
 

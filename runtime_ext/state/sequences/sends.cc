@@ -30,14 +30,57 @@ void Sends::RequireSendable(const Sequence& sequence, const SendMark& mark) cons
   RequireStates(sequence, mark);
 }
 
+int64_t Sends::StateToSend(const Sequence& sequence, int32_t s, int64_t begin, int64_t end) const {
+  const PageGeometry& geometry = table_->geometry();
+  const int64_t wanted = geometry.StateToReceive(s, begin, end);
+  // The receiver has states itself, with ingredients up to `begin` behind them.
+  if (wanted == 0 && begin > 0) return wanted;
+  const int64_t interval = geometry.state_group(s).interval;
+  const int64_t first = geometry.FirstPosition(sequence, geometry.state_group(s).ingredients);
+  const int64_t last = std::min(end, sequence.states[s].length);
+  for (int64_t length = wanted; length <= last; length += interval) {
+    const bool has_state = length == 0 || StatePage(sequence, s, length) >= 0;
+    if (length >= first && has_state) return length;
+  }
+  return wanted;  // a step will compute it, or it is gone
+}
+
+int64_t Sends::FirstOfWindow(const Sequence& sequence, int32_t group, int64_t begin,
+                             int64_t end) const {
+  const PageGeometry& geometry = table_->geometry();
+  const int64_t page_size = geometry.page_size();
+  const int64_t wanted = std::max(begin, geometry.FirstPageToKeep(group, end) * page_size);
+  const int64_t first = geometry.FirstPosition(sequence, group);
+  const bool is_there = first <= wanted || wanted >= sequence.length;
+  return is_there || first > geometry.FirstPageToSee(group, end) * page_size ? wanted : first;
+}
+
+std::vector<int64_t> Sends::FirstToSend(const Sequence& sequence, int64_t begin,
+                                        int64_t end) const {
+  const PageGeometry& geometry = table_->geometry();
+  std::vector<int64_t> firsts(static_cast<size_t>(geometry.num_pools()), begin);
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    if (geometry.HasWindow(g)) firsts[g] = FirstOfWindow(sequence, g, begin, end);
+  }
+  for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
+    const int64_t length = StateToSend(sequence, s, begin, end);
+    firsts[geometry.StatePool(s)] = length;
+    firsts[geometry.state_group(s).ingredients] = std::max(begin, length);
+  }
+  return firsts;
+}
+
 void Sends::RequireStates(const Sequence& sequence, const SendMark& mark) const {
   for (int32_t s = 0; s < table_->num_state_groups(); ++s) {
     const StateSlot& wanted = mark.states[s];
-    const int64_t position = table_->geometry().StateToReceive(s, mark.begin, mark.end);
-    if (wanted.position != position) {
-      Raise(kValueError, "the position map asks for the state behind ", wanted.position,
+    const int64_t first = table_->geometry().StateToReceive(s, mark.begin, mark.end);
+    const int64_t position = wanted.position;
+    const bool is_later = position > first && position <= mark.end &&
+                          position % table_->geometry().state_group(s).interval == 0;
+    if (position != first && !is_later) {
+      Raise(kValueError, "the position map asks for the state behind ", position,
             " positions, but with positions ", mark.begin, " to ", mark.end,
-            " the one to send is behind ", position);
+            " the one to send is behind ", first);
     }
     const bool is_late = position > 0 && mark.end <= sequence.length;
     if (is_late && StatePage(sequence, s, position) < 0) {

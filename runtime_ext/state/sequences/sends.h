@@ -40,6 +40,14 @@ class Sends {
   /*! \brief The table must outlive this. */
   explicit Sends(SequenceTable* table) : table_(table) {}
 
+  /*!
+   * \brief The first of positions [begin, end) to send, [group]; then the lengths of the states to
+   *   send with them, [state group], 0 for none.
+   *
+   * They are those that a receiver asks for. Where the sequence lacks positions of a window, or a
+   * state or ingredients behind it, they are later ones, from which it can be continued.
+   */
+  std::vector<int64_t> FirstToSend(const Sequence& sequence, int64_t begin, int64_t end) const;
   /*! \throws Error (ValueError) when positions that the mark needs are gone, or were never written.
    */
   void RequireSendable(const Sequence& sequence, const SendMark& mark) const;
@@ -57,7 +65,10 @@ class Sends {
   void ForgetPeer(int64_t peer) const noexcept;
 
  private:
-  /*! \brief That the mark wants the states that come with its positions, which are not gone. */
+  int64_t FirstOfWindow(const Sequence& sequence, int32_t group, int64_t begin, int64_t end) const;
+  int64_t StateToSend(const Sequence& sequence, int32_t s, int64_t begin, int64_t end) const;
+  /*! \brief That the mark wants the states that come with its positions, or later ones, which are
+   * not gone. */
   void RequireStates(const Sequence& sequence, const SendMark& mark) const;
   /*! \brief The page of the state behind a position; -1 where it is gone, or not computed yet. */
   int32_t StatePage(const Sequence& sequence, int32_t s, int64_t position) const;

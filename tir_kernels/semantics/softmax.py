@@ -26,9 +26,21 @@ def with_sink(sink, top, total, arithmetic) -> tuple:
     +inf makes the sum NaN. `arithmetic` is `cpu.simd` or `cuda.scalars`.
     """
     sink, top = arithmetic.temp(sink, 1), arithmetic.temp(top, 1)
-    merged = arithmetic.temp(T.max(top, sink), 1)
-    factor = arithmetic.temp(arithmetic.exp2(top - merged, 1), 1)
-    return merged, factor, arithmetic.temp(total * factor + arithmetic.exp2(sink - merged, 1), 1)
+    one, merged = T.float32(1), arithmetic.temp(T.max(top, sink), 1)
+    # The larger one weighs 1, but for +inf, of which the difference is NaN.
+    smaller = arithmetic.temp(arithmetic.exp2(T.min(top, sink) - merged, 1), 1)
+    factor = arithmetic.temp(T.Select(top >= sink, one, smaller), 1)
+    weight = T.Select(top >= sink, smaller, one + (sink - merged))
+    return merged, factor, arithmetic.temp(total * factor + weight, 1)
+
+
+def sum_of_sink(sink, top):
+    """The sum of a row that has seen a sink alone, relative to ``top = max(sink, NOTHING_SEEN)``.
+
+    0 for a sink of -inf, which is none; NaN for one that is NaN or +inf.
+    """
+    total = T.float32(1) + (sink - top)
+    return T.Select(total < T.float32(NO_SUM), T.float32(0), total)
 
 
 def log_sum(top, total):

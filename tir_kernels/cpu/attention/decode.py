@@ -52,7 +52,7 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
     schedule = PageSchedule(replace(spec, page_size=page_size), a.page_indptr, batch_size)
     schedule.begin()
     states = PartialStates(spec, schedule.num_splits, max_local_heads(spec) * group)
-    output = Output(spec, a)
+    output = Output(spec, a, begin_with_sinks=True)
     queue = Queue()
     queue.begin()
     ops.begin([a.q, *arrays_of(a.pages)])
@@ -79,6 +79,9 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
                 for head in range(pair.num_heads):
                     rows.load_q(a.q, sequence, first_head + head, head, position)
                     products.begin_head(head)
+                    if a.sink_logits is not None:
+                        if pair.first_page == 0:  # not in a split that goes on
+                            rows.begin_with_sinks(a.sink_logits, first_head + head, head)
                 for span in range(spans.count):
                     spans.take(span)
                     kv.begin_span(spans, pair.first_page * page_size, pair.last_page * page_size)

@@ -27,7 +27,8 @@ class Singles:
     """
 
     def __init__(self, spec: KernelSpec, ops, a):
-        self.spec, self.a, self.output = spec, a, Output(spec, a)
+        self.spec, self.a = spec, a
+        self.output = Output(spec, a, begin_with_sinks=True)
         self.ops = ops
 
     def has(self, sequence):
@@ -84,6 +85,8 @@ class Singles:
         for head in range(num_heads):
             rows.load_q(a.q, token, first_head + head, head, position)
             products.begin_head(head)
+            if a.sink_logits is not None:
+                rows.begin_with_sinks(a.sink_logits, first_head + head, head)
         for span in range(spans.count):
             spans.take(span)
             kv.begin_span(spans, 0, spans.kv_len)

@@ -24,11 +24,20 @@ class Output:
         Whose `o` and `lse` they are; `sink_logits`, if there are any, join the softmax of each row.
     merges : bool
         Whether results are merged with what the rows hold, instead of replacing it.
+    begin_with_sinks : bool
+        Whether the rows of the kernel began with their sinks, see `QueryRows.begin_with_sinks`.
     """
 
-    def __init__(self, spec: KernelSpec, a: AttentionInputs, *, merges: bool = False):
+    def __init__(
+        self,
+        spec: KernelSpec,
+        a: AttentionInputs,
+        *,
+        merges: bool = False,
+        begin_with_sinks: bool = False,
+    ):
         self.spec, self.o, self.lse, self.merges = spec, a.o, a.lse, merges
-        self.sink_logits = a.sink_logits
+        self.sink_logits, self.begin_with_sinks = a.sink_logits, begin_with_sinks
         if merges:
             self.old_weight = T.local_scalar("float32")
             self.new_weight = T.local_scalar("float32")
@@ -38,8 +47,11 @@ class Output:
 
         `row_max` is the maximum of its scores, which are in the exp2 domain.
         """
-        if self.sink_logits is None:
+        if self.sink_logits is None or self.begin_with_sinks:
             return inverse_total(row_sum), log_sum(row_max, row_sum)
+        return self._with_sink(head, row_max, row_sum)
+
+    def _with_sink(self, head, row_max, row_sum) -> tuple:
         sink = self.sink_logits[head] * T.float32(LOG2E)
         top, factor, total = with_sink(sink, row_max, row_sum, simd)
         return simd.temp(factor * inverse_total(total), 1), log_sum(top, total)
@@ -88,5 +100,5 @@ class Output:
         """Return the elements of such a row, NaN with a sink that is NaN or +inf, and its log."""
         if self.sink_logits is None:
             return T.float32(0), log_sum(T.float32(0), T.float32(0))
-        factor, log = self.normalizer(head, T.float32(NOTHING_SEEN), T.float32(0))
+        factor, log = self._with_sink(head, T.float32(NOTHING_SEEN), T.float32(0))
         return simd.temp(T.Select(factor >= T.float32(0), T.float32(0), factor), 1), log

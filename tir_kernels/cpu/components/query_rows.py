@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.softmax import HIDDEN
+from ...semantics.softmax import HIDDEN, NOTHING_SEEN, sum_of_sink
 from ...spec import LOG2E, KernelSpec
 from ...vectors import ramp
 from ..simd import F32, broadcast, constant, index_temp, load, store_row
@@ -131,6 +131,17 @@ class QueryRows:
             store_row(self.o, (first + row,), width, self.lanes, lambda c, n: constant(0.0, n))
         for block in range(row_blocks):
             self.softmax.reset(local_head * row_blocks + block)
+
+    @inline
+    def begin_with_sinks(self, sink_logits, head, local_head):
+        """Let the query rows of a KV head have seen their sinks already; after `load_q`."""
+        group, softmax = T.meta_var((self.spec.group_size, self.softmax))
+        for row in range(group):
+            state = T.meta_var(self.state(local_head * self.blocking.padded_rows + row))
+            sink = sink_logits[head * group + row] * T.float32(LOG2E)
+            top = T.max(sink, T.float32(NOTHING_SEEN))
+            softmax.row_max[state] = top
+            softmax.row_sum[state] = sum_of_sink(sink, top)
 
     def _put_q(self, row, elements) -> None:
         store_row(self.q, (row,), self.elements, self.lanes, elements, self.ops.dtype)

@@ -69,6 +69,19 @@ FAMILIES = {
         "sliding_window": 7,
         "rope_parameters": YARN,
     },
+    "llama4_text": WIDE
+    | {
+        "num_hidden_layers": 4,
+        "no_rope_layer_interval": 3,
+        "attention_chunk_size": 9,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 80,
+        "moe_layers": [0, 2, 3],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "floor_scale": 5,
+        "attn_scale": 0.5,
+    },
     "mixtral": WIDE
     | {
         "intermediate_size": 80,
@@ -94,6 +107,12 @@ OTHER_VALUES = [
     ("gpt_oss", {"swiglu_limit": 3.0}),
     ("gpt_oss", {"num_experts_per_tok": 2}),
     ("gpt_oss", {"rope_parameters": YARN | {"truncate": True}}),
+    ("llama4_text", {"attention_chunk_size": 256}),
+    ("llama4_text", {"no_rope_layers": [1, 1, 1, 0]}),
+    ("llama4_text", {"use_qk_norm": False}),
+    ("llama4_text", {"attn_temperature_tuning": False}),
+    ("llama4_text", {"floor_scale": 8}),
+    ("llama4_text", {"num_experts_per_tok": 1}),
     ("mixtral", {"sliding_window": 256}),
     ("mixtral", {"num_experts_per_tok": 3}),
 ]
@@ -109,7 +128,7 @@ VARIANTS = {
     ),
     "mixtral, no window": ("mixtral", {"sliding_window": None}),
 }  # fmt: skip
-QUICK = ("qwen3_moe", "gpt_oss")
+QUICK = ("qwen3_moe", "gpt_oss", "llama4_text")
 
 
 def _marked(families):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
@@ -48,12 +49,17 @@ class QkNorm(nn.Module):
         num_q, num_k = (x // options.num_shards for x in (config.num_heads, config.num_kv_heads))
         dim = config.head_dim
         self.v_width = num_k * dim
-        if config.qk_norm == "head":
+        has_weights = config.qk_norm != "unit"
+        if config.qk_norm != "projection":
             self.q, self.k = (num_q, dim), (num_k, dim)
         else:
             self.q, self.k = (1, num_q * dim), (1, num_k * dim)
-        self.q_weight = nn.Parameter((self.q[1],), "float32")
-        self.k_weight = nn.Parameter((self.k[1],), "float32")
+        self.q_weight, self.k_weight = (
+            nn.Parameter((width,), "float32")
+            if has_weights
+            else nn.Tensor.from_const(np.ones(width, "float32"))
+            for width in (self.q[1], self.k[1])
+        )
 
     def forward(self, qkv: nn.Tensor) -> nn.Tensor:
         options = self.options
@@ -67,13 +73,17 @@ class QkNorm(nn.Module):
 class Attention(nn.Module):
     """The projections before and after the cache's attention."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str, layer: int):
         self.num_heads, self.head_dim = config.num_heads // options.num_shards, config.head_dim
         self.num_rows = self.num_heads + 2 * (config.num_kv_heads // options.num_shards)
         self.scale, width, self.options = config.sm_scale, config.hidden_size, options
         rows = self.num_rows * self.head_dim
         self.qkv_proj = Linear(width, rows, options, config.qkv_bias, name=f"{name}.qkv_proj")
-        self.qk_norm = QkNorm(config, options) if config.qk_norm else None
+        self.qk_norm = self.query_scale = None
+        if config.qk_norm and (config.qk_norm_layers is None or layer in config.qk_norm_layers):
+            self.qk_norm = QkNorm(config, options)
+        if config.query_scale is not None and layer in config.query_scale.layers:
+            self.query_scale = config.query_scale
         self.gate = self.sinks = None
         if config.sink_logits:
             self.sinks = nn.Parameter((self.num_heads,), "float32")
@@ -90,6 +100,8 @@ class Attention(nn.Module):
         n, qkv = x.shape[0], self.qkv_proj(x)
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
+        if self.query_scale is not None:
+            qkv = self._scale_queries(qkv, cache.get_query_positions(n))
         qkv = op.reshape(qkv, (1, n, self.num_rows, self.head_dim))
         out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, self.scale, self.sinks)
         q_width = self.num_heads * self.head_dim
@@ -98,6 +110,18 @@ class Attention(nn.Module):
             kernel = kernels.multiply("sigmoid", q_width, self.options.dtype, self.options.vector)
             out = op.tensor_ir_op(kernel, "multiply", [out, self.gate(x)], out)
         return self.o_proj(out, residual)
+
+    def _scale_queries(self, qkv: nn.Tensor, positions: nn.Tensor) -> nn.Tensor:
+        assert self.query_scale is not None
+        kernel = kernels.scale_queries(
+            self.num_heads * self.head_dim,
+            self.num_rows * self.head_dim,
+            (self.query_scale.floor, self.query_scale.factor),
+            self.options.dtype,
+            self.options.vector,
+        )
+        out = nn.Tensor.placeholder(qkv.shape, self.options.dtype)
+        return op.tensor_ir_op(kernel, "scale_queries", [qkv, positions], out)
 
 
 class Block(nn.Module):
@@ -122,7 +146,7 @@ class Block(nn.Module):
             if spec.kind == "mla":
                 self.self_attn = LatentAttention(config, options, spec, f"{name}.self_attn")
             elif spec.kind in KV_KINDS:
-                self.self_attn = Attention(config, options, f"{name}.self_attn")
+                self.self_attn = Attention(config, options, f"{name}.self_attn", layer)
             else:
                 own = share_of(spec, options.num_shards)
                 self.mixer = mixer_of(spec)(config, options, own, f"{name}.mixer")

@@ -85,6 +85,23 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """A factor on Q by the position: ``1 + factor * log(1 + (position + 1) // floor)``.
+
+    Parameters
+    ----------
+    floor : int
+    factor : float
+    layers : tuple of int
+        The layers that have it.
+    """
+
+    floor: int
+    factor: float
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Mamba2Options:
     """What the Mamba2 mixers of families differ in besides the shape of their state.
 
@@ -133,8 +150,12 @@ class DecoderConfig:
         Whether the norms of layers are layer norms without a bias, not RMS norms.
     parallel_mlp : bool
         Whether the MLP sees the rows that attention sees, and both outputs are added.
-    qk_norm : {"head", "projection"}, optional
-        RMS norm of Q and K before the rotation: per head with shared weights, or over all heads.
+    qk_norm : {"head", "projection", "unit"}, optional
+        RMS norm of Q and K before the rotation: per head with shared weights, over all heads, or
+        per head without weights.
+    qk_norm_layers : tuple of int, optional
+        The layers that have it; None: all.
+    query_scale : QueryScale, optional
     latent : Latent, optional
         The widths of multi-head latent attention (MLA), in layers of kind "mla".
     attention_gate : bool
@@ -187,6 +208,8 @@ class DecoderConfig:
     norm_subtracts_mean: bool = False
     parallel_mlp: bool = False
     qk_norm: str | None = None
+    qk_norm_layers: tuple[int, ...] | None = None
+    query_scale: QueryScale | None = None
     latent: Latent | None = None
     attention_gate: bool = False
     sink_logits: bool = False

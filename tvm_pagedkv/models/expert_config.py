@@ -82,6 +82,8 @@ class Experts:
         Width of an expert that every token takes; 0: there is none.
     shared_gate : bool
         Whether the shared expert is multiplied by the sigmoid of a gate.
+    scales_inputs : bool
+        Whether scores multiply what the chosen experts take, not what they give.
     router_bias, bias : bool
         Whether the router, and the projections of the experts, have biases.
     clamped_gate : (float, float), optional
@@ -104,6 +106,7 @@ class Experts:
     ranked_by: int = 2
     shared_width: int = 0
     shared_gate: bool = False
+    scales_inputs: bool = False
     router_bias: bool = False
     bias: bool = False
     clamped_gate: tuple[float, float] | None = None

@@ -237,6 +237,40 @@ def multiply(activation: str, features: int, dtype: str, target: VectorTarget) -
     return rows_kernel(arguments, body, target)
 
 
+def scale_queries(
+    q_width: int, features: int, scale: tuple[int, float], dtype: str, target: VectorTarget
+) -> tirx.PrimFunc:
+    """``x * (1 + factor * log(1 + (position + 1) // floor))`` for the columns of Q of fused rows.
+
+    Parameters
+    ----------
+    q_width, features : int
+        Columns of Q, and of Q, K and V. Those of K and V are copied.
+    scale : (int, float)
+        `floor` and `factor`.
+
+    Arguments of the kernel: x [n, features], positions int32 [n], out like x.
+    """
+    lanes, (floor, factor) = math.gcd(features - q_width, q_width, target.lanes), scale
+
+    def body(n, x, positions, out):
+        def row(i):
+            steps = T.cast((positions[i] + 1) // floor + 1, "float32")
+            share = temp(T.log(steps) * T.float32(factor) + T.float32(1.0))
+            with T.serial(T.int64(features // lanes)) as j:
+                at = [i, j * lanes]
+                by = T.if_then_else(j * lanes < q_width, share, T.float32(1.0))
+                store(out, at, lanes, load(x, at, lanes) * broadcast(temp(by), lanes))
+
+        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
+
+    def arguments(n):
+        rows = ((name, (n, features), dtype) for name in ("x", "out"))
+        return [next(rows), ("positions", (n,), "int32"), next(rows)]
+
+    return rows_kernel(arguments, body, target)
+
+
 def soft_cap_logits(features: int, cap: float, target: VectorTarget) -> tirx.PrimFunc:
     """``cap * tanh(x / cap)`` for x and out float32 [n, features]."""
     lanes = math.gcd(features, target.lanes)

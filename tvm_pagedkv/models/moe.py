@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from tvm import tirx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
@@ -17,7 +18,7 @@ from .mlp import Mlp, mlp_weights
 from .options import BuildOptions
 from .packed import encoded_rows, packed_matrix
 from .projections import Linear
-from .routing_kernels import combine, group_pairs, route
+from .routing_kernels import combine, group_pairs, route, scale_pairs
 from .weight_parts import Output, Part, Weight, rows, slices, vector
 
 
@@ -99,14 +100,24 @@ class MixtureOfExperts(nn.Module):
         order = self._group(ids)
         kernel = self._gated(self.width, options.dtype, options.vector)
         out = nn.Tensor.placeholder((pairs, self.width), options.dtype)
-        gated = op.tensor_ir_op(kernel, "gated", [self.gate_up(x, order)], out)
+        gate_up = self.gate_up(x, order)
+        if self.experts.scales_inputs:  # their projections are linear
+            gate_up, factors = self._scale(gate_up, factors, order[0]), None
+        gated = op.tensor_ir_op(kernel, "gated", [gate_up], out)
         total, num_chosen = self.down(gated, order), self.experts.num_chosen
         if options.num_shards > 1:  # each worker has a part of every expert
-            total = op.ccl_allreduce(self._combine(total, num_chosen, factors), "sum")
+            total = self._combine(x.shape[0], total, num_chosen, factors)
+            total = op.ccl_allreduce(total, "sum")
             factors, num_chosen = None, 1
         shared = None if self.shared is None else self.shared(x, None)
         gate = None if self.shared_gate is None else self.shared_gate(x)
-        return self._combine(total, num_chosen, factors, options.dtype, (shared, gate, residual))
+        added = shared, gate, residual
+        return self._combine(x.shape[0], total, num_chosen, factors, options.dtype, added)
+
+    def _scale(self, x: nn.Tensor, factors: nn.Tensor, pairs: nn.Tensor) -> nn.Tensor:
+        kernel = scale_pairs(2 * self.width, self.experts.num_chosen, x.dtype, self.options.vector)
+        out = nn.Tensor.placeholder(x.shape, x.dtype)
+        return op.tensor_ir_op(kernel, "scale_pairs", [x, factors, pairs], out)
 
     def _route(self, x: nn.Tensor) -> list[nn.Tensor]:
         """Return the chosen experts of each row, and their factors."""
@@ -125,6 +136,7 @@ class MixtureOfExperts(nn.Module):
 
     def _combine(
         self,
+        num_rows: tirx.Expr | int,
         x: nn.Tensor,
         num_chosen: int,
         factors: nn.Tensor | None,
@@ -143,8 +155,7 @@ class MixtureOfExperts(nn.Module):
             residual=None if residual is None else residual.dtype,
         )
         inputs = [x, *(each for each in (factors, *added) if each is not None)]
-        first = x if factors is None else factors
-        out = nn.Tensor.placeholder((first.shape[0], self.hidden), out_dtype)
+        out = nn.Tensor.placeholder((num_rows, self.hidden), out_dtype)
         return op.tensor_ir_op(kernel, "combine", inputs, out)
 
 

@@ -26,6 +26,7 @@ from .gpt_oss import gpt_oss
 from .granite import granite_hybrid
 from .lfm2 import lfm2
 from .llama import llama, mistral, mixtral
+from .llama4 import llama4
 from .mamba2 import mamba2
 from .olmo import olmo2, olmo3
 from .phi import phi3
@@ -51,6 +52,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "SmolLM3ForCausalLM": ("smollm3", smollm3),
     "Cohere2ForCausalLM": ("cohere2", cohere2),
     "Exaone4ForCausalLM": ("exaone4", exaone4),
+    "Llama4ForCausalLM": ("llama4_text", llama4),
     "MixtralForCausalLM": ("mixtral", mixtral),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
     "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe),

@@ -187,6 +187,36 @@ def group_pairs(experts: Experts, target: VectorTarget) -> tirx.PrimFunc:
     return rows_kernel(arguments, body, target)
 
 
+def scale_pairs(features: int, num_chosen: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+    """Build the kernel that multiplies rows in the order of `group_pairs` by their factors.
+
+    Arguments of the kernel: x [n * num_chosen, features], factors float32 [n, num_chosen], pairs
+    int32 [n * num_chosen], out like x.
+    """
+    lanes = math.gcd(features, target.lanes)
+
+    def body(n, x, factors, pairs, out):
+        def row(i):
+            pair = T.cast(pairs[i], "int64")
+            factor = temp(factors[pair // num_chosen, pair % num_chosen])
+            with T.serial(T.int64(features // lanes)) as column:
+                at = [i, column * lanes]
+                store(out, at, lanes, load(x, at, lanes) * broadcast(factor, lanes))
+
+        count = n * num_chosen
+        parallel_if(count * features >= PARALLEL_ELEMENTS, count, row)
+
+    def arguments(n):
+        return [
+            ("x", (n * num_chosen, features), dtype),
+            ("factors", (n, num_chosen), F32),
+            ("pairs", (n * num_chosen,), "int32"),
+            ("out", (n * num_chosen, features), dtype),
+        ]
+
+    return rows_kernel(arguments, body, target)
+
+
 def combine(
     features: int,
     num_chosen: int,

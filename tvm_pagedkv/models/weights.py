@@ -97,7 +97,7 @@ def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, 
     if c.sink_logits:
         sinks = Part(f"{theirs}.{names.sinks}", (c.num_heads,))
         yield f"{ours}.sinks", Weight((sinks,), False, "rows")
-    if c.qk_norm:
+    if c.qk_norm in ("head", "projection"):
         widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q_width, kv_width)
         for name, tensor, width in zip("qk", (names.q_norm, names.k_norm), widths, strict=True):
             yield _norm(c, f"{ours}.qk_norm.{name}_weight", f"{theirs}.{tensor}", width)

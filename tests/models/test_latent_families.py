@@ -21,6 +21,10 @@ from ..support.model_cases import (  # noqa: E402
     write_checkpoint,
 )
 
+# The text model of Mistral 4 is not among those that this class finds by itself.
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
 LATENT = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -54,6 +58,8 @@ FAMILIES = {
     "deepseek_v3": BOTH | {"rope_parameters": YARN},
     "deepseek_v2": BOTH | {"topk_method": "group_limited_greedy", "q_lora_rank": None},
     "glm4_moe_lite": LATENT | EXPERTS,
+    "mistral4": BOTH
+    | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}, "n_group": 1, "topk_group": 1},
 }
 # What makes a family what it is: with another value the logits must be others, or the tests of
 # the family would not notice it.
@@ -66,6 +72,8 @@ OTHER_VALUES = [
     ("deepseek_v2", {"topk_method": "greedy"}),
     ("deepseek_v2", {"routed_scaling_factor": 1.0}),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 2}),
+    ("mistral4", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}),
+    ("mistral4", {"norm_topk_prob": False}),
 ]
 # Checkpoints of a family that the cases above do not have.
 VARIANTS = {
@@ -231,6 +239,7 @@ def test_what_is_refused(deepseek, tmp_path):
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer"),
         ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank must be a positive integer, got 0"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "must be dense, then sparse"),
+        ("mistral4", {"n_group": 2}, "n_group must be 1 in Mistral 4, got 2"),
     ],
 )
 def test_fields_are_checked(family, changes, message):

@@ -42,10 +42,13 @@ OWN_FIELDS = {
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "num_local_experts": 0},
     "Qwen3_5ForConditionalGeneration": {"text_config": SHAPE},
     **dict.fromkeys(
-        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        (
+            "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",
+            "Mistral4ForCausalLM",
+        ),
         {"moe_intermediate_size": 32, "num_experts_per_tok": 2},
     ),
-}
+}  # fmt: skip
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 

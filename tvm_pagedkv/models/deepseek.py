@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V2 and V3, and what has their architecture: Kimi K2, GLM-4.7-Flash.
+"""DeepSeek V2 and V3, and what has their architecture: Kimi K2, GLM-4.7-Flash, Mistral 4.
 
 Multi-head latent attention, and experts beside shared ones behind the first layers. V2 chooses
 experts by a softmax, from the groups with the best single ones; the others as GLM-4.5 does.
@@ -13,7 +13,7 @@ from typing import Any
 
 from . import fields as read
 from .config import DecoderConfig
-from .expert_config import Experts, first_dense_layers, num_experts
+from .expert_config import ExpertNames, Experts, first_dense_layers, num_experts
 from .latent_config import Latent
 
 
@@ -48,6 +48,23 @@ def glm4_moe_lite(fields: Mapping[str, Any]) -> DecoderConfig:
     return deepseek_v3({"first_k_dense_replace": 1, **fields})
 
 
+def mistral4(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of the text models of Mistral 4, whose Q grows with the position."""
+    if read.positive(fields, "n_group", 1) != 1:
+        raise ValueError(f"n_group must be 1 in Mistral 4, got {fields['n_group']}")
+    rope = read.rope_fields(fields)
+    # The share of a head before absorption; of what is rotated it would be all.
+    rope.pop("partial_rotary_factor", None)
+    growth, factor = None, read.positive_number(rope, "llama_4_scaling_beta", None)
+    if factor is not None:
+        growth = factor, read.positive(rope, "original_max_position_embeddings")
+    normalizes = read.flag(fields, "norm_topk_prob", True)
+    names = ExpertNames(fused_gate_up="gate_up_proj", is_stacked=True)
+    experts = _experts(fields, "softmax", 0, normalizes=normalizes, names=names)
+    fields = {**fields, "rope_parameters": rope}
+    return _decoder(fields, experts, read.flag(fields, "rope_interleave", True), growth)
+
+
 def _experts(fields: Mapping[str, Any], scores: str, num_dense: int, **how: Any) -> Experts:
     width = read.positive(fields, "moe_intermediate_size")
     return Experts(
@@ -70,7 +87,12 @@ def _groups(fields: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _decoder(fields: Mapping[str, Any], experts: Experts, is_interleaved: bool) -> DecoderConfig:
+def _decoder(
+    fields: Mapping[str, Any],
+    experts: Experts,
+    is_interleaved: bool,
+    growth: tuple[float, int] | None = None,
+) -> DecoderConfig:
     q_rank = fields.get("q_lora_rank")
     shape = Latent(
         read.positive(fields, "kv_lora_rank", 512),
@@ -79,6 +101,7 @@ def _decoder(fields: Mapping[str, Any], experts: Experts, is_interleaved: bool) 
         read.positive(fields, "v_head_dim", 128),
         None if q_rank is None else read.positive(fields, "q_lora_rank"),
         is_interleaved,
+        growth,
     )
     num_layers = read.positive(fields, "num_hidden_layers")
     rope = read.rope({**fields, "head_dim": shape.rope_dim}, read.FULL)

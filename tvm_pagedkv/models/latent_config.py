@@ -25,6 +25,8 @@ class Latent:
         Width of the compressed Q; None: Q is projected from the hidden state.
     is_interleaved : bool
         Whether the checkpoint's rotation pairs adjacent features. Loading permutes them.
+    growth : (float, int), optional
+        A factor and a length: Q is multiplied by ``1 + factor * log(1 + position // length)``.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Latent:
     v_dim: int
     q_rank: int | None = None
     is_interleaved: bool = True
+    growth: tuple[float, int] | None = None
 
     @property
     def width(self) -> int:

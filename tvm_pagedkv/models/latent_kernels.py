@@ -61,11 +61,12 @@ def latent_queries(
     def body(n, nope, rotated, absorbed, positions, q, latent):
         def row(i):
             cos_sin = _angles(rope, positions[i], target)
+            scale = _growth(shape, positions[i])
             with T.serial(T.int64(num_heads)) as head:
                 at = (i, head)
-                _copy(nope, at, q, (*at, 0), shape.nope_dim, target)
-                _copy(absorbed, at, latent, (*at, 0), shape.rank, target)
-                _rotate(cos_sin, rotated, (*at, 0), q, (*at, shape.nope_dim))
+                _copy(nope, at, q, (*at, 0), shape.nope_dim, target, scale)
+                _copy(absorbed, at, latent, (*at, 0), shape.rank, target, scale)
+                _rotate(cos_sin, rotated, (*at, 0), q, (*at, shape.nope_dim), scale)
                 begin = (*at, shape.nope_dim)
                 _copy(q, begin, latent, (*at, shape.rank), shape.rope_dim, target)
 
@@ -157,23 +158,36 @@ def _angles(rope: RopeSpec, position, target: VectorTarget) -> CosSin:
     return cos_sin
 
 
-def _rotate(cos_sin: CosSin, source, source_at: tuple, sink, sink_at: tuple) -> None:
-    """Rotate the columns of a row from the last index of `source_at` on."""
+def _growth(shape: Latent, position):
+    """Return the factor on Q at a position; None if it has none."""
+    if shape.growth is None:
+        return None
+    factor, length = shape.growth
+    turns = T.cast(position // length, F32)
+    return temp(T.float32(1.0) + T.float32(factor) * T.log(T.float32(1.0) + turns))
+
+
+def _rotate(cos_sin: CosSin, source, source_at: tuple, sink, sink_at: tuple, scale=None) -> None:
+    """Rotate the columns of a row from the last index of `source_at` on, times `scale`."""
 
     def read(dim, lanes):
         return load(source, (*source_at[:-1], source_at[-1] + dim), lanes)
 
     def write(dim, lanes, value):
+        value = value if scale is None else value * broadcast(scale, lanes)
         store(sink, (*sink_at[:-1], sink_at[-1] + dim), lanes, value)
 
     cos_sin.rotate(read, write)
 
 
-def _copy(source, source_at: tuple, sink, sink_at: tuple, width: int, target: VectorTarget) -> None:
-    """Copy `width` columns of a row, from the column that an index ends with, or the first one."""
+def _copy(
+    source, source_at: tuple, sink, sink_at: tuple, width: int, target: VectorTarget, scale=None
+) -> None:
+    """Copy columns of a row, from the last index or the first column on, times `scale`."""
     lanes = math.gcd(width, target.lanes)
     if len(source_at) < len(source.shape):
         source_at = (*source_at, 0)
     with T.serial(T.int64(width // lanes)) as j:
         value = load(source, (*source_at[:-1], j * lanes + source_at[-1]), lanes)
+        value = value if scale is None else value * broadcast(scale, lanes)
         store(sink, (*sink_at[:-1], j * lanes + sink_at[-1]), lanes, value)

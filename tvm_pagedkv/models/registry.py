@@ -16,7 +16,7 @@ from typing import Any
 from ..config import DTYPES
 from .cohere2 import cohere2
 from .config import DecoderConfig, read_json
-from .deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
+from .deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4
 from .exaone4 import exaone4
 from .falcon_h1 import falcon_h1
 from .fields import token_ids
@@ -60,6 +60,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek_v2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek_v3),
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", glm4_moe_lite),
+    "Mistral4ForCausalLM": ("mistral4", mistral4),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
     "Lfm2ForCausalLM": ("lfm2", lfm2),

@@ -6,6 +6,8 @@ panel of weights, and add to the sums of a tile of rows.
 """
 
 from collections.abc import Callable
+from itertools import product
+from typing import NamedTuple
 
 from tvm.script import tirx as T
 
@@ -82,6 +84,7 @@ class ByteProducts(Panel):
     """
 
     num_groups = 1  # of a panel
+    few_rows = (1, 2)  # for which there is `add_few`
 
     def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
         super().__init__(matrix, weight)
@@ -96,12 +99,11 @@ class ByteProducts(Panel):
         """Take the codes of a group."""
         if not self.is_packed:
             return
-        with T.If(count > 1), T.Then():  # `_add_row` reads the weights as they are
-            for dword in range(_DWORDS // 2):
-                for v in range(self.matrix.vectors):
-                    for half, codes in enumerate(self._unpacked(block, group, dword, v)):
-                        at = (dword + half * (_DWORDS // 2), v * LANES)
-                        store(self.panel, at, LANES, codes, INT32)
+        for dword in range(_DWORDS // 2):
+            for v in range(self.matrix.vectors):
+                for half, codes in enumerate(self._unpacked(block, group, dword, v)):
+                    at = (dword + half * (_DWORDS // 2), v * LANES)
+                    store(self.panel, at, LANES, codes, INT32)
 
     def _dwords(self, block, group, element):
         """A vector of dwords of the packed weights."""
@@ -132,9 +134,6 @@ class ByteProducts(Panel):
 
     def add_tile(self, sums, row, num_rows: int, block, group) -> None:
         """Add the products with `num_rows` rows to their sums."""
-        if num_rows == 1:
-            self._add_row(sums, row, block, group)
-            return
         tile = [(r, v) for r in range(num_rows) for v in range(self.matrix.vectors)]
         totals = {at: Register(LANES, INT32, integer(0)) for at in tile}
         rows = [temp(self.row_of(row + r), 1, "int64") for r in range(num_rows)]
@@ -152,7 +151,7 @@ class ByteProducts(Panel):
 
         add_bytes(0)
         for r in range(num_rows):
-            offset = self.x_sums[rows[r], group] * T.int32(-self.matrix.format.zero)
+            offset = self._offset(rows[r], group)
             for v in range(self.matrix.vectors):
                 total = T.shift_left(totals[r, v].get(), integer(8))
                 if self.matrix.format.zero:
@@ -160,50 +159,68 @@ class ByteProducts(Panel):
                 totals[r, v].set(total)
         add_bytes(GROUP)
         totals = {at: total.get() for at, total in totals.items()}
-        self._add_totals(sums, row, rows, (block, group), totals)
+        stored = {(r, v): _StoredSums(sums, (row + r, v * LANES)) for r, v in tile}
+        self._add_totals(stored, rows, (block, group), totals)
 
-    def _add_row(self, sums, row, block, group) -> None:
-        """Add the products with one row, in decode.
+    def add_few(self, sums: dict, rows: list, block, group) -> None:
+        """Add the products with one or two rows of x to registers ``sums[row, vector]``.
 
-        High and low bytes have sums of their own: twice as many chains of dot products, which do
-        not wait for each other, and each code is read and unpacked once.
+        The codes stay in registers, and each is unpacked once. High and low bytes of a row have
+        sums of their own: twice as many chains of dot products, which do not wait for each other.
         """
-        vectors, x_row = range(self.matrix.vectors), temp(self.row_of(row), 1, "int64")
-        sums_of = [[Register(LANES, INT32, integer(0)) for v in vectors] for part in range(2)]
         halves = 2 if self.is_packed else 1
+        vectors, parts = range(self.matrix.vectors), range(2)
+        tile = product(parts, range(len(rows)), vectors)
+        products = {at: Register(LANES, INT32, integer(0)) for at in tile}
         for dword in range(_DWORDS // halves):
             codes = [self._unpacked(block, group, dword, v) for v in vectors]
-            for half in range(halves):
-                at = (dword + half * (_DWORDS // halves)) * 4
-                for part, first in enumerate((0, GROUP)):
-                    value = self._x_bytes(x_row, group, at + first)
-                    for v in vectors:
-                        total = sums_of[part][v]
-                        total.set(self.dots.dot(total.get(), codes[v][half], value))
+            for half, (r, row), part in product(range(halves), enumerate(rows), parts):
+                at = (dword + half * (_DWORDS // halves)) * 4 + part * GROUP
+                value = self._x_bytes(row, group, at)
+                for v in vectors:
+                    total = products[part, r, v]
+                    total.set(self.dots.dot(total.get(), codes[v][half], value))
         totals = {}
-        offset = self.x_sums[x_row, group] * T.int32(-self.matrix.format.zero)
-        for v, (high, low) in enumerate(zip(*sums_of, strict=True)):
-            total = T.shift_left(high.get(), integer(8)) + low.get()
-            if self.matrix.format.zero:
-                total = total + broadcast(offset, LANES)
-            totals[0, v] = total
-        self._add_totals(sums, row, [x_row], (block, group), totals)
+        for r, row in enumerate(rows):
+            for v in vectors:
+                high, low = (products[part, r, v].get() for part in parts)
+                total = T.shift_left(high, integer(8)) + low
+                if self.matrix.format.zero:
+                    total = total + broadcast(self._offset(row, group), LANES)
+                totals[r, v] = total
+        self._add_totals(sums, rows, (block, group), totals)
 
-    def _add_totals(self, sums, row, x_rows: list, part, totals) -> None:
-        """Add the products of integers, times their scales, to the sums of some rows."""
+    def _offset(self, row, group):
+        """What the code of the number zero adds to the products with a row, negated."""
+        return self.x_sums[row, group] * T.int32(-self.matrix.format.zero)
+
+    def _add_totals(self, sums: dict, x_rows: list, part, totals) -> None:
+        """Add the products of integers, times their scales, to ``sums[row, vector]``."""
         block, group = part
         for v in range(self.matrix.vectors):
             scale = self.scale(block, group, v)
             minimum = self.minimum(block, group, v) if self.matrix.format.has_minima else None
             for r, x_row in enumerate(x_rows):
-                at = (row + r, v * LANES)
                 x_scale = temp(self.x_scales[x_row, group])
                 number = T.cast(totals[r, v], "float32x16")
-                total = load(sums, at, LANES) + number * (scale * broadcast(x_scale, LANES))
+                total = sums[r, v].get() + number * (scale * broadcast(x_scale, LANES))
                 if minimum is not None:
                     x_sum = x_scale * T.cast(self.x_sums[x_row, group], F32)
                     total = total + minimum * broadcast(x_sum, LANES)
-                store(sums, at, LANES, total)
+                sums[r, v].set(total)
+
+
+class _StoredSums(NamedTuple):
+    """A vector of sums in a buffer, with the methods of `Register`."""
+
+    buffer: object
+    at: tuple
+
+    def get(self):
+        return load(self.buffer, self.at, LANES)
+
+    def set(self, value) -> None:
+        store(self.buffer, self.at, LANES, value)
 
 
 @T.meta_class
@@ -221,6 +238,7 @@ class FloatProducts(Panel):
     """
 
     num_groups = _FLOAT_GROUPS
+    few_rows = ()
 
     def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
         super().__init__(matrix, weight)

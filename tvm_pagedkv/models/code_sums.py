@@ -4,18 +4,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
+from itertools import product
 
+import numpy as np
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import F32, INTO_L1, constant, import_llvm, prefetch, store, temp
+from tir_kernels.cpu.simd import (
+    F32,
+    INTO_L1,
+    INTO_L2,
+    Register,
+    constant,
+    import_llvm,
+    prefetch,
+    store,
+    temp,
+)
+from tir_kernels.cpu.stack import ALIGN_STACK, align_stack
 
 from .code_matrix import CodeMatrix
 from .code_products import llvm_helpers, products_of
 from .packed_products import UNIT_ROWS, for_tiles
 from .row_codes import ROW_BYTES
 
-_BYTES_AHEAD = 4096  # of weights that are prefetched, into the L1 cache
+# Bytes of weights that are prefetched ahead, and into which cache. Codes of 8 bits leave less time
+# between two lines, so the L2 cache gets them first.
+_PREFETCHES = {8: ((2048, INTO_L1), (8192, INTO_L2)), 4: ((4096, INTO_L1),)}
 
 
 class CodeSums:
@@ -49,28 +64,55 @@ class CodeSums:
 
     def scope(self):
         """Open the scope in which products can be emitted."""
-        helpers = llvm_helpers(self.matrix)
-        return import_llvm(*helpers) if helpers else nullcontext()
+        return import_llvm(ALIGN_STACK, *llvm_helpers(self.matrix))
 
     def sums(self, block, count, row_of: Callable):
         """Return a buffer of products; parameters are those of `PackedProducts.sums`."""
-        matrix, lanes = self.matrix, self.matrix.target.lanes
-        _, num_groups, group_bytes = matrix.shape
+        matrix = self.matrix
+        align_stack()
         sums = T.alloc_buffer((UNIT_ROWS, matrix.width), F32)
         products = products_of(matrix)(matrix, self.weight, self.x, UNIT_ROWS, row_of)
+        with ExitStack() as stack:
+            for rows in products.few_rows:
+                stack.enter_context(T.If(count == T.int64(rows)))
+                with T.Then():
+                    self._add_few(products, sums, block, [row_of(r) for r in range(rows)])
+                stack.enter_context(T.Else())
+            self._add_tiles(products, sums, block, count)
+        return sums
+
+    def _add_tiles(self, products, sums, block, count) -> None:
+        """Add the products with any number of rows, tile by tile."""
+        lanes = self.matrix.target.lanes
         with T.serial(count) as row:
-            for v in range(matrix.vectors):
+            for v in range(self.matrix.vectors):
                 store(sums, (row, v * lanes), lanes, constant(0.0, lanes))
-        part = products.num_groups
+
+        def part(group):
+            products.begin_part(block, group, count)
+            for_tiles(count, lambda row, rows: products.add_tile(sums, row, rows, block, group))
+
+        self._for_parts(products, block, part)
+
+    def _add_few(self, products, sums, block, rows: list) -> None:
+        """Add the products with one or two rows of x, whose sums stay in registers."""
+        lanes = self.matrix.target.lanes
+        rows = [temp(T.cast(row, "int64"), 1, "int64") for row in rows]
+        totals = {
+            at: Register(lanes, init=constant(0.0, lanes))
+            for at in np.ndindex(len(rows), self.matrix.vectors)
+        }
+        self._for_parts(products, block, lambda group: products.add_few(totals, rows, block, group))
+        for (r, v), total in totals.items():
+            store(sums, (r, v * lanes), lanes, total.get())
+
+    def _for_parts(self, products, block, body: Callable) -> None:
+        """Emit ``body(group)`` for the first group of each part, and prefetch weights."""
+        _, num_groups, group_bytes = self.matrix.shape
+        part, prefetches = products.num_groups, _PREFETCHES[self.matrix.format.bits]
         with T.serial(T.int64(-(-num_groups // part))) as i:
             group = temp(i * part, 1, "int64")
-            for line in range(0, part * group_bytes, 64):
-                ahead = group * group_bytes + line + _BYTES_AHEAD
-                prefetch(self.weight, (block, ahead // group_bytes, ahead % group_bytes), INTO_L1)
-            products.begin_part(block, group, count)
-
-            def add(row, rows: int):
-                products.add_tile(sums, row, rows, block, group)
-
-            for_tiles(count, add)
-        return sums
+            for line, (ahead, cache) in product(range(0, part * group_bytes, 64), prefetches):
+                at = group * group_bytes + line + ahead
+                prefetch(self.weight, (block, at // group_bytes, at % group_bytes), cache)
+            body(group)

@@ -20,6 +20,8 @@ from .packed_layout import PackedMatrix
 from .packed_products import PARALLEL_FLOPS, PackedProducts
 from .unit_sums import for_sums
 
+_FEW_PAIRS = 6  # of a unit on average, below which reading its weights takes the time
+
 
 def stacked_shape(matrix: PackedMatrix | CodeMatrix, num_experts: int) -> tuple[int, int, int]:
     """Return the shape of the packed matrices of all experts."""
@@ -59,9 +61,15 @@ def expert_linear(
 
         def compute(index):
             count_of_units = wide_temp(num_units[0])
-            # All threads take the same blocks of every expert, so none has more pairs than others.
-            block = temp(index // count_of_units, 1, "int64")
-            unit = temp(index % count_of_units, 1, "int64")
+            # Units of a few pairs wait for weights, which a thread reads in order. Otherwise all
+            # threads take the same blocks of every expert, so none has more pairs than others.
+            is_in_order = pairs.shape[0] < count_of_units * _FEW_PAIRS
+            block = temp(
+                T.Select(is_in_order, index % num_blocks, index // count_of_units), 1, "int64"
+            )
+            unit = temp(
+                T.Select(is_in_order, index // num_blocks, index % count_of_units), 1, "int64"
+            )
             expert, begin, count = (wide_temp(units[unit, column]) for column in range(3))
 
             def pair_of(row):

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of positions by index keys: scores of all positions, then the largest ones.
+"""The choice of positions by index keys: the largest of the scores of all positions.
 
-A few rows of Q at a time, whose scores of all positions lie in memory: tasks share the positions
-first, with the products of attention over latent rows, and then the rows.
+Tiles of a few rows of Q, one after another. Tasks share the positions, which they score with the
+products of attention over latent rows, and each keeps lists of the largest scores. Then they share
+the rows, whose lists they merge.
 """
+
+import math
 
 from tvm.script import tirx as T
 
@@ -19,10 +22,12 @@ from ..components.kv_rows import LatentRows
 from ..components.kv_tile import POSITIONS, KvTile
 from ..components.lane_rows import LaneQueries, RowBlocks
 from ..components.lane_softmax import LaneSoftmax
-from ..components.top_k import TileScores, TopK
+from ..components.register_tile import round_up
+from ..components.top_k import TopK, TopKLists, keys_of, llvm_helpers
 from ..components.work import TASKS, cut, num_threads
 from ..conversion import require_half_conversion
-from ..simd import F32, constant, load, store
+from ..shuffles import transpose
+from ..simd import F32, broadcast, constant, import_llvm, index_temp, load, store, temp
 
 TILE_ROWS = 256  # rows of Q, with all their heads, that share packed keys
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
@@ -49,57 +54,86 @@ class TokenTile:
         """The index head of a row of the tile."""
         return row % self.num_heads
 
+    def num_seen(self, token):
+        """Positions that a token sees."""
+        return self.end - self.num_tokens + token + 1
+
 
 @T.meta_class
 class WeightedScores:
-    """Scores of a block of rows times the weights of their heads, for all rows of a tile.
+    """Scores of the tokens of a tile and a block of positions: sums over the heads.
 
-    They are ``[vector, position, lane]``: no less than 0 before they are weighted.
+    A score is no less than 0 before it is weighted.
     """
 
     def __init__(self, num_heads: int, lanes: int, max_rows: int):
         self.num_heads, self.lanes = num_heads, lanes
-        vectors = -(-max_rows // lanes)
-        self.values = T.alloc_buffer((vectors, POSITIONS, lanes), F32)
-        self.weights = T.alloc_buffer((vectors * lanes,), F32)
+        self.run = math.gcd(num_heads, lanes)  # rows of a vector that surely are of one token
+        rows = round_up(max_rows, lanes)
+        # Rows behind the tile's belong to tokens that nobody asks for.
+        self.sums = T.alloc_buffer((rows // num_heads + 1, POSITIONS), F32)
+        self.weights = T.alloc_buffer((rows,), F32)
+        self.keys = T.alloc_buffer((POSITIONS,), "int32")
 
     @inline
     def begin(self, tile: TokenTile, weights):
         """Take the weights of the heads."""
-        for row in range(tile.num_rows):
-            self.weights[row] = weights[tile.token(row), tile.query_head(row)]
+        lanes = T.meta_var(self.lanes)
+        num_rows = T.meta_var(round_up(tile.num_rows, lanes))
+        for row in range(num_rows):
+            of_tile = T.meta_var(T.min(row, tile.num_rows - 1))
+            self.weights[row] = weights[tile.token(of_tile), tile.query_head(of_tile)]
+        for token in range((num_rows - 1) // self.num_heads + 1):
+            self._clear(token)
 
     @inline
-    def take(self, softmax: LaneSoftmax, block, num_seen):
-        """Take the scores of a block of rows."""
+    def add(self, softmax: LaneSoftmax, block, num_seen):
+        """Add the scores of a block of rows."""
         lanes = T.meta_var(self.lanes)
         for n in T.unroll(block.tile.vectors):
-            for i in range(num_seen):
-                weight = T.meta_var(load(self.weights, (block.first_row + n * lanes,), lanes))
-                score = T.meta_var(load(softmax.scores, (n, i, 0), lanes))
-                weighted = T.meta_var(T.max(score, constant(0.0, lanes)) * weight)
-                store(self.values, (block.vector + n, i, 0), lanes, weighted)
+            for i in range((num_seen + lanes - 1) // lanes):
+                self._add_square(softmax.scores, n, block.first_row + n * lanes, i * lanes)
+
+    def _add_square(self, scores, n: int, row, position) -> None:
+        """Add scores of a vector of rows and as many positions, along which they lie then."""
+        lanes, zero = self.lanes, constant(0.0, self.lanes)
+        of_rows = transpose([load(scores, (n, position + i, 0), lanes) for i in range(lanes)])
+        for first in range(0, lanes, self.run):
+            total = None
+            for i in range(first, first + self.run):
+                weight = broadcast(self.weights[row + i], lanes)
+                product = T.max(of_rows[i], zero) * weight
+                total = temp(product if total is None else total + product, lanes)
+            at = (index_temp((row + first) // self.num_heads), position)
+            store(self.sums, at, lanes, load(self.sums, at, lanes) + total)
 
     @inline
-    def add_up(self, scores, tile: TokenTile, first, num_seen):
-        """Store the sum over the heads, for each token and position."""
-        lanes, heads = T.meta_var((self.lanes, self.num_heads))
-        for token in range(tile.num_tokens):
-            for i in range(num_seen):
-                total = T.float32(0)
-                for head in range(heads):
-                    row = T.meta_var(token * heads + head)
-                    total += self.values[row // lanes, i, row % lanes]
-                scores.buffer[scores.at(token, first + i)] = total
+    def take(self, token, top: TopK, first, num_seen):
+        """Offer the scores of a token, and forget them."""
+        lanes = T.meta_var(self.lanes)
+        for v in T.unroll(POSITIONS // lanes):
+            keys = T.meta_var(keys_of(load(self.sums, (token, v * lanes), lanes), lanes))
+            store(self.keys, (v * lanes,), lanes, keys, "int32")
+        self._clear(token)
+        top.offer(self.keys, 0, num_seen, lambda i: first + i)
+
+    @inline
+    def _clear(self, token):
+        for v in T.unroll(POSITIONS // self.lanes):
+            store(self.sums, (token, v * self.lanes), self.lanes, constant(0.0, self.lanes))
 
 
 @inline
-def score_tile(spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, weights, scores, table):
-    """Score all positions of a tile's sequence up to its last token's."""
+def score_tile(spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, weights, lists, tasks):
+    """Score all positions of a tile's sequence up to its last token's.
+
+    `tasks` has their number, and the first and last page of the sequence. A task has a list for
+    each token.
+    """
     num_blocks = (tile.end + POSITIONS - 1) // POSITIONS
-    work = T.cast(tile.num_rows, "int64") * tile.end * spec.qk_head_dim
-    num_tasks = T.if_then_else(work > SERIAL_WORK, T.min(num_threads(), num_blocks), 1)
-    max_rows = T.meta_var(tile_tokens(spec) * spec.num_qo_heads)
+    num_tasks, table = T.meta_var((tasks[0], tasks[1:]))
+    max_tokens = T.meta_var(tile_tokens(spec))
+    max_rows = T.meta_var(max_tokens * spec.num_qo_heads)
     for task in T.parallel(num_tasks, annotations=TASKS):
         rope = T.meta_var(NoRotation())
         ops.begin_task()
@@ -109,12 +143,13 @@ def score_tile(spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, weights, 
             KvTile(spec, ops, rows),
         )
         softmax, blocks = LaneSoftmax(spec, ops, max_rows), RowBlocks(spec, ops)
-        weighted = WeightedScores(spec.num_qo_heads, ops.lanes, max_rows + 2 * ops.lanes)
+        weighted = WeightedScores(spec.num_qo_heads, ops.lanes, max_rows)
+        top = TopK(lists, ops.lanes)
 
         @inline
         def score(block, first, num_seen):
             softmax.score(queries, kv, block, first, 0, num_seen)
-            weighted.take(softmax, block, num_seen)
+            weighted.add(softmax, block, num_seen)
 
         queries.begin_task()
         kv.begin_task()
@@ -122,6 +157,8 @@ def score_tile(spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, weights, 
         for vector in range(blocks.num_vectors):
             queries.load(vector, tile)
         weighted.begin(tile, weights)
+        for token in range(tile.num_tokens):
+            lists.clear(task * max_tokens + token)
         for i in range(cut(num_blocks, task, num_tasks), cut(num_blocks, task + 1, num_tasks)):
             first = i * POSITIONS
             num_seen = T.min(POSITIONS, tile.end - first)
@@ -131,8 +168,26 @@ def score_tile(spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, weights, 
                     score(blocks.wide(index), first, num_seen)
                 else:
                     score(blocks.narrow(index), first, num_seen)
-            weighted.add_up(scores, tile, first, num_seen)
+            for token in range(tile.num_tokens):
+                top.open(task * max_tokens + token)
+                num_offered = T.min(POSITIONS, tile.num_seen(token) - first)
+                weighted.take(token, top, first, num_offered)
+                top.close(task * max_tokens + token)
         ops.end_task()
+
+
+@inline
+def choose(tile: TokenTile, lists, num_lists, lanes, positions, max_tokens):
+    """Store what the tokens of a tile choose, of `num_lists` lists each."""
+    num_tasks = T.if_then_else(num_lists > 1, T.min(num_lists, tile.num_tokens), 1)
+    for task in T.parallel(num_tasks, annotations=TASKS):
+        top = TopK(lists, lanes)
+        begin = cut(tile.num_tokens, task, num_tasks)
+        for token in range(begin, cut(tile.num_tokens, task + 1, num_tasks)):
+            top.open(token)
+            for i in range(num_lists - 1):
+                top.offer_list((i + 1) * max_tokens + token)
+            top.choose(positions, tile.first + token)
 
 
 def tile_tokens(spec: KernelSpec) -> int:
@@ -187,11 +242,12 @@ def index_top_k(spec: IndexSpec):
         longest = T.int32(1)
         for b in range(batch_size):
             longest = T.max(longest, (a.page_indptr[b + 1] - a.page_indptr[b]) * spec.page_size)
-        scores = TileScores(max_tokens, longest)
-        scores.begin()
+        most_tasks = num_threads()
+        lists = TopKLists(most_tasks * max_tokens, k, longest)
+        lists.begin()
         tile = TokenTile(num_heads)
         ops.begin([x for x in (a.q, a.pages) if str(x.dtype) == "bfloat16"])
-        with ops.scope():
+        with ops.scope(), import_llvm(llvm_helpers(ops.lanes)):
             for b in range(batch_size):
                 num_tokens = a.q_indptr[b + 1] - a.q_indptr[b]
                 num_held = a.page_indptr[b + 1] - a.page_indptr[b]
@@ -201,15 +257,13 @@ def index_top_k(spec: IndexSpec):
                     tile.first = a.q_indptr[b] + i * max_tokens
                     tile.num_tokens = T.min(max_tokens, num_tokens - i * max_tokens)
                     tile.end = kv_len - num_tokens + i * max_tokens + tile.num_tokens
-                    score_tile(rows, a, ops, tile, head_weights, scores, table)
-                    is_large = T.meta_var(tile.num_tokens * tile.end > 1 << 14)
-                    num_tasks = T.if_then_else(is_large, T.min(num_threads(), tile.num_tokens), 1)
-                    for task in T.parallel(num_tasks, annotations=TASKS):
-                        top = TopK(scores, chosen, k)
-                        begin = cut(tile.num_tokens, task, num_tasks)
-                        for token in range(begin, cut(tile.num_tokens, task + 1, num_tasks)):
-                            count = tile.end - tile.num_tokens + token + 1
-                            top.choose(token, count, tile.first + token)
-        scores.memory.free()
+                    work = T.cast(tile.num_rows, "int64") * tile.end * rows.qk_head_dim
+                    num_blocks = (tile.end + POSITIONS - 1) // POSITIONS
+                    is_large = T.meta_var(work > SERIAL_WORK)
+                    num_tasks = T.if_then_else(is_large, T.min(most_tasks, num_blocks), 1)
+                    tasks = T.meta_var((num_tasks, *table))
+                    score_tile(rows, a, ops, tile, head_weights, lists, tasks)
+                    choose(tile, lists, num_tasks, ops.lanes, chosen, max_tokens)
+        lists.free()
 
     return index_top_k

@@ -81,6 +81,12 @@ def test_equal_scores_choose_the_first_positions():
     assert case.run(3).tolist() == [[0, 1, 2]]
 
 
+def test_equal_scores_behind_a_full_list_are_not_chosen():
+    case = Case(SPECS[0], [(1, 3000)], 0)
+    case.pages[:] = 1
+    assert case.run(7).tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+
+
 def test_negative_scores_are_ordered_too():
     case = Case(SPECS[0], [(2, 300)], 1)
     case.weights[:] = -np.abs(case.weights)

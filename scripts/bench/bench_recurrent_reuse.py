@@ -4,12 +4,14 @@
 
     TVM_NUM_THREADS=2 python scripts/bench/bench_recurrent_reuse.py
     python scripts/bench/bench_recurrent_reuse.py --conversation 65536
+    python scripts/bench/bench_recurrent_reuse.py --checkpoints 128 512
 
 A random model of Qwen3.5's form answers requests that share text. Policies:
 
     exact        what the cache does: a hit at any token, a rejected draft is popped
     aligned n    a hit and a pop go back to a multiple of n tokens, and the model computes the rest
     recompute    nothing is reused
+    every n      exact, with a checkpoint of the states every n tokens (--checkpoints)
 
 Workloads: 1500 shared and 700 own tokens; short prompts; a long conversation whose last turn is
 edited; and 8 drafts a step of which some are rejected. Policies take turns. The table has the
@@ -21,10 +23,12 @@ time to the first token, or of a round of drafts. It needs transformers, torch a
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +102,19 @@ def longest_common(prompt: list[int], earlier: list[list[int]]) -> int:
         same = np.equal(text[:size], prompt[:size])
         best = max(best, size if same.all() else int(same.argmin()))
     return min(best, len(prompt) - 1)
+
+
+def with_checkpoints(model: DecoderModel, count: int) -> DecoderModel:
+    """Return the model with a checkpoint of its states every so many tokens."""
+    layers = tuple(
+        layer
+        if layer.recurrent is None
+        else replace(layer, recurrent=replace(layer.recurrent, checkpoint_tokens=count))
+        for layer in model.config.layers
+    )
+    other = copy.copy(model)
+    other.config = replace(model.config, layers=layers)
+    return other
 
 
 class Engine:
@@ -193,6 +210,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--conversation", type=int, default=8192, help="tokens")
     parser.add_argument("--requests", type=int, default=13)
+    parser.add_argument("--checkpoints", type=int, nargs="+", default=[], metavar="TOKENS")
     options = parser.parse_args()
     workloads = {
         "1500 shared + 700 own": shared_and_own(1500, 700, options.requests, 1),
@@ -204,12 +222,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.hidden, options.layers)
         model = DecoderModel.from_pretrained(folder, dtype="bfloat16", progress=print)
-    print(f"{'workload':28s}" + "".join(f"{name:>24s}" for name, _ in POLICIES))
+    policies = [(name, model, align) for name, align in POLICIES]
+    if options.checkpoints:
+        policies = [(f"every {n}", with_checkpoints(model, n), 1) for n in options.checkpoints]
+    print(f"{'workload':28s}" + "".join(f"{name:>24s}" for name, _, _ in policies))
     for name, prompts in workloads.items():
         longest = max(map(len, prompts))
         room = longest * 2 + sum(len(p) for p in prompts if longest < 4000)
-        print_row(name, measure_prompts([Engine(model, a, room) for _, a in POLICIES], prompts))
-    print_row("8 drafts a round", measure_drafts([Engine(model, a, 4096) for _, a in POLICIES], 40))
+        print_row(name, measure_prompts([Engine(m, a, room) for _, m, a in policies], prompts))
+    print_row("8 drafts a round", measure_drafts([Engine(m, a, 4096) for _, m, a in policies], 40))
 
 
 def print_row(name: str, cells: list[tuple[float, float]]) -> None:

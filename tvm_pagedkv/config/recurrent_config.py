@@ -14,6 +14,7 @@ CONV_ACTIVATIONS = ("silu",)
 MAX_CONV_WIDTH = 8
 
 _MAX_CHECKPOINT_TOKENS = 1024
+_STATES_OF_INGREDIENTS = 4  # between checkpoints, by default
 _SECTION_BYTES = 16  # the parts of a row of ingredients begin at multiples of this
 
 
@@ -41,8 +42,8 @@ class RecurrentConfig:
         Widths of a row of q and k, and of v and the output.
     checkpoint_tokens : int, optional
         Number of tokens after which the cache keeps another checkpoint of the states: a power of
-        two, and a multiple of the page size. None: as many as have ingredients of the size of the
-        states.
+        two, and a multiple of the page size. None: as many as have ingredients of the size of four
+        times the states.
     history_tokens : int, optional
         Tokens whose ingredients, and rows of a convolution, the cache keeps for forks, pops and
         prefix hits, beside those that running sequences need. Checkpoints are kept for all. None:
@@ -115,7 +116,7 @@ class RecurrentConfig:
             If `checkpoint_tokens` is no multiple of the page size.
         """
         if self.checkpoint_tokens is None:
-            size = max(self.state_bytes // self.row_bytes(dtype), 1)
+            size = max(_STATES_OF_INGREDIENTS * self.state_bytes // self.row_bytes(dtype), 1)
             return max(min(1 << size.bit_length() - 1, _MAX_CHECKPOINT_TOKENS), page_size)
         if self.checkpoint_tokens % page_size:
             raise ValueError(

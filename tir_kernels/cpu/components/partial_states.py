@@ -115,9 +115,9 @@ class PartialStates:
             factor = exp2(states[slot(i), _TOP, row] - top, 1)
             states[slot(i), _TOP, row] = factor
             total += factor * states[slot(i), _TOTAL, row]
-        factor, log = T.meta_var(output.normalizer(head, top, total))
+        normalizer, log = T.meta_var(output.normalizer(head, top, total))
         output.put_lse(token, head, log)
-        inverse = factor
+        inverse = normalizer
 
         @inline
         def merge_columns(first, width):

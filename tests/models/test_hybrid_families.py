@@ -26,7 +26,7 @@ from ..support.model_cases import (  # noqa: E402
     random_tokens,
     write_checkpoint,
 )
-from ..support.selections import few_of  # noqa: E402
+from ..support.selections import few_of, with_slow  # noqa: E402
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = HEADS | {"hidden_size": 64, "intermediate_size": 80}
@@ -55,18 +55,28 @@ FACTORS = {
     "lm_head_multiplier": 0.5,
     "embedding_multiplier": 1.7,
 }
+DELTA = WIDE | {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": ROPE,
+}
+EXPERTS = {
+    # With 0.3, transformers in float32 is further from itself in float64 than the tolerance.
+    "initializer_range": 0.2,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 FAMILIES = {
-    "qwen3_5_text": WIDE
-    | {
-        "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "linear_conv_kernel_dim": 4,
-        "rope_parameters": ROPE,
-    },
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | EXPERTS | {"initializer_range": 0.25},
+    "qwen3_next": DELTA | EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [1]},
     "lfm2": WIDE
     | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16, "conv_bias": True},
     "mamba2": {
@@ -96,6 +106,10 @@ FAMILIES = {
 OTHER_VALUES = [
     ("qwen3_5_text", {"layer_types": ["full_attention"] * 2}),
     ("qwen3_5_text", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
+    ("qwen3_next", {"norm_topk_prob": True}),
+    ("qwen3_next", {"mlp_only_layers": []}),
+    ("qwen3_next", {"num_experts_per_tok": 2}),
+    ("qwen3_5_moe_text", {"num_experts_per_tok": 2}),
     ("lfm2", {"layer_types": ["full_attention"] * 2}),
     ("lfm2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     ("mamba2", {"time_step_limit": [0.0, 9.0]}),
@@ -118,6 +132,8 @@ OTHER_VALUES = [
 ]  # fmt: skip
 # Checkpoints of a family that the cases above do not have.
 VARIANTS = {
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, normalized": ("qwen3_next", {"norm_topk_prob": True, "mlp_only_layers": []}),
     "qwen3_5_text, one key head": ("qwen3_5_text", {"linear_num_key_heads": 1}),
     "falcon_h1, gate last": ("falcon_h1", {"mamba_norm_before_gate": True}),
     "falcon_h1, no norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_d_ssm": None}),
@@ -126,7 +142,10 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SLOW = ("qwen3_5_moe_text", "qwen3_next")  # they add to the code of others what VARIANTS has
+
+
+@pytest.fixture(scope="module", params=with_slow(FAMILIES, *SLOW))
 def pair(request, tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
 
@@ -316,6 +335,26 @@ def test_a_checkpoint_with_pictures_is_read_as_text(qwen, tmp_path):
     model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
     assert (model.config.dtype, model.config.eos_token_ids) == ("float16", (7, 8))
     for found, expected in zip(model.parameters, qwen.ours.parameters, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@pytest.mark.slow
+def test_experts_in_one_tensor(tmp_path):
+    """As newer checkpoints have them: gate and up of all experts, and down of all."""
+    pair = Pair(tmp_path, "qwen3_5_moe_text", FAMILIES["qwen3_5_moe_text"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{block}.{i}.{name}_proj.weight") for i in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{block}.gate_up_proj"] = np.concatenate([gate, up], 1)
+        tensors[f"{block}.down_proj"] = down
+    save_file(tensors, file)
+    model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
+    for found, expected in zip(model.parameters, pair.ours.parameters, strict=True):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 

@@ -41,6 +41,7 @@ OWN_FIELDS = {
     "FalconH1ForCausalLM": {"mamba_n_heads": 8},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "num_local_experts": 0},
     "Qwen3_5ForConditionalGeneration": {"text_config": SHAPE},
+    "Qwen3_5MoeForConditionalGeneration": {"text_config": SHAPE},
     **dict.fromkeys(
         (
             "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",

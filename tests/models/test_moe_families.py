@@ -82,6 +82,13 @@ FAMILIES = {
         "floor_scale": 5,
         "attn_scale": 0.5,
     },
+    "minimax_m2": WIDE
+    | {
+        "intermediate_size": 32,
+        "num_local_experts": 12,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 8,
+    },
     "mixtral": WIDE
     | {
         "intermediate_size": 80,
@@ -113,6 +120,8 @@ OTHER_VALUES = [
     ("llama4_text", {"attn_temperature_tuning": False}),
     ("llama4_text", {"floor_scale": 8}),
     ("llama4_text", {"num_experts_per_tok": 1}),
+    ("minimax_m2", {"rotary_dim": 16}),
+    ("minimax_m2", {"num_experts_per_tok": 4}),
     ("mixtral", {"sliding_window": 256}),
     ("mixtral", {"num_experts_per_tok": 3}),
 ]

@@ -42,6 +42,9 @@ class TensorNames:
         Tensors of these parts.
     fused_qkv, fused_gate_up : str, optional
         One tensor for Q, K and V, and one for gate and up. None: they have tensors of their own.
+    fused_delta_net : (str, str), optional
+        Of gated delta nets, one tensor for Q, K, V and the gate, and one for rates and decays, both
+        with the rows of one head of K after another. None: they have four tensors.
     """
 
     model: str = "model"
@@ -59,6 +62,7 @@ class TensorNames:
     down: str = "down_proj"
     fused_qkv: str | None = None
     fused_gate_up: str | None = None
+    fused_delta_net: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GatedDeltaNet`: the recurrent layers of Qwen3.5."""
+"""`GatedDeltaNet`: the recurrent layers of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -70,10 +70,9 @@ class GatedDeltaNet(nn.Module):
         assert layer.recurrent is not None and layer.conv is not None
         spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
         num_heads, v_width = spec.num_heads, spec.num_heads * spec.value_dim
-        gates = [Output("in_proj_b", num_heads), Output("in_proj_a", num_heads)]
-        qkv = _heads("in_proj_qkv", spec)
+        qkv, z, gates = _projections(spec, config.names.fused_delta_net)
         yield from rows(f"{ours}.qkv", theirs, qkv, hidden)
-        yield from rows(f"{ours}.z", theirs, [Output("in_proj_z", v_width)], hidden)
+        yield from rows(f"{ours}.z", theirs, z, hidden)
         yield from rows(f"{ours}.gates", theirs, gates, hidden)
         yield from channels(
             f"{ours}.conv", theirs, _heads("conv1d", spec), conv.width, bias=conv.has_bias
@@ -88,6 +87,32 @@ class GatedDeltaNet(nn.Module):
 def _heads(name: str, spec: RecurrentConfig) -> list[Output]:
     """Return the rows of Q, K and V of a tensor. Workers share a single head of keys."""
     keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
-    q, k, v = slices(name, keys, keys, values)
+    return _shared_keys(slices(name, keys, keys, values), spec)
+
+
+def _shared_keys(qkv: list[Output], spec: RecurrentConfig) -> list[Output]:
+    """Return the rows of Q, K and V, those of Q and K whole for each worker if K has one head."""
+    q, k, v = qkv
     is_whole = spec.num_key_heads == 1
     return [q._replace(is_whole=is_whole), k._replace(is_whole=is_whole), v]
+
+
+def _projections(spec: RecurrentConfig, fused: tuple[str, str] | None) -> tuple[list[Output], ...]:
+    """Return the output features of Q, K and V, of the gate, and of rates and decays."""
+    num_heads, num_keys, v_width = spec.num_heads, spec.num_key_heads, spec.value_dim
+    if fused is None:
+        rates = [Output("in_proj_b", num_heads), Output("in_proj_a", num_heads)]
+        return _heads("in_proj_qkv", spec), [Output("in_proj_z", num_heads * v_width)], rates
+
+    def of_key_heads(name: str, *widths: int) -> list[Output]:
+        """Return the parts, of these widths, of what a tensor has for each head of K."""
+        group, begins = sum(widths), [sum(widths[:i]) for i in range(len(widths))]
+        return [
+            Output(name, num_keys * width, begin, group, num_keys)
+            for width, begin in zip(widths, begins, strict=True)
+        ]
+
+    share = num_heads // num_keys
+    values = share * v_width
+    *qkv, z = of_key_heads(fused[0], spec.key_dim, spec.key_dim, values, values)
+    return _shared_keys(qkv, spec), [z], of_key_heads(fused[1], share, share)

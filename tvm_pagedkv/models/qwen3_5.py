@@ -1,37 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense Qwen3.5: three of four layers are gated delta nets, the others attention with a gate.
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the others gated attention.
 
 Norms multiply by 1 + weight, but for those of the gated delta nets; a quarter of a head is rotated.
-Checkpoints with an encoder of pictures are read as text models.
+Checkpoints with an encoder of pictures are read as text models. Qwen3-Next and some Qwen3.5 have
+experts, and an expert with a gate that every token takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..config import ConvConfig, LayerSpec, RecurrentConfig
 from . import fields as read
 from .config import DecoderConfig, TensorNames
+from .expert_config import ExpertNames, Experts, dense_layers, num_experts
 
 _LINEAR = "linear_attention"
 
 
 def qwen3_5(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Read the fields of the text model."""
-    return _decoder(fields, "model")
+    """Read the fields of the dense text model."""
+    return _decoder(fields, TensorNames(mixer="linear_attn"))
 
 
-def qwen3_5_with_pictures(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Read the fields of the text model out of those of a model with an encoder of pictures."""
-    text = fields.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ValueError(f"text_config must be an object, got {text!r}")
-    tied = {"tie_word_embeddings": fields.get("tie_word_embeddings")}
-    return _decoder({**tied, **text}, "model.language_model")
+def qwen3_5_moe(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of the text model with experts in all layers."""
+    return _with_experts(fields, TensorNames(mixer="linear_attn"))
 
 
-def _decoder(fields: Mapping[str, Any], prefix: str) -> DecoderConfig:
+def qwen3_next(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Qwen3-Next, whose gated delta nets have two projections in all."""
+    fields = {"intermediate_size": 5632, **fields}
+    names = TensorNames(mixer="linear_attn", fused_delta_net=("in_proj_qkvz", "in_proj_ba"))
+    dense = dense_layers(fields, read.positive(fields, "num_hidden_layers"))
+    normalizes = read.flag(fields, "norm_topk_prob", True)
+    return _with_experts(fields, names, dense_layers=dense, normalizes=normalizes)
+
+
+def with_pictures(reader: Callable[..., DecoderConfig]) -> Callable[..., DecoderConfig]:
+    """Return a reader of the text model out of the fields of one with an encoder of pictures."""
+
+    def read_text(fields: Mapping[str, Any]) -> DecoderConfig:
+        text = fields.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ValueError(f"text_config must be an object, got {text!r}")
+        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings")}
+        config = reader({**tied, **text})
+        return replace(config, names=replace(config.names, model="model.language_model"))
+
+    return read_text
+
+
+def _with_experts(fields: Mapping[str, Any], names: TensorNames, **own: Any) -> DecoderConfig:
+    width = read.positive(fields, "moe_intermediate_size", 512)
+    experts = Experts(
+        num_experts(fields, 512),
+        read.positive(fields, "num_experts_per_tok", 10),
+        width,
+        shared_width=read.positive(fields, "shared_expert_intermediate_size", 512),
+        shared_gate=True,
+        names=ExpertNames(shared="shared_expert"),
+        **own,
+    )
+    return replace(_decoder({"intermediate_size": width, **fields}, names), experts=experts)
+
+
+def _decoder(fields: Mapping[str, Any], names: TensorNames) -> DecoderConfig:
     fields = {"head_dim": 256, "partial_rotary_factor": 0.25, **fields}
     num_layers = read.positive(fields, "num_hidden_layers")
     interval = read.positive(fields, "full_attention_interval", 4)
@@ -51,7 +87,7 @@ def _decoder(fields: Mapping[str, Any], prefix: str) -> DecoderConfig:
     return DecoderConfig(
         **read.shape(fields),
         layers=read.layers(fields, kinds, {_LINEAR: recurrent}),
-        names=TensorNames(model=prefix, mixer="linear_attn"),
+        names=names,
         norm_offset=1.0,
         qk_norm="head",
         attention_gate=True,

@@ -28,10 +28,11 @@ from .lfm2 import lfm2
 from .llama import llama, mistral, mixtral
 from .llama4 import llama4
 from .mamba2 import mamba2
+from .minimax import minimax_m2
 from .olmo import olmo2, olmo3
 from .phi import phi3
 from .qwen import qwen2, qwen3, qwen3_moe
-from .qwen3_5 import qwen3_5, qwen3_5_with_pictures
+from .qwen3_5 import qwen3_5, qwen3_5_moe, qwen3_next, with_pictures
 from .smollm3 import smollm3
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
@@ -61,8 +62,12 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek_v3),
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", glm4_moe_lite),
     "Mistral4ForCausalLM": ("mistral4", mistral4),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", minimax_m2),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", with_pictures(qwen3_5)),
+    "Qwen3NextForCausalLM": ("qwen3_next", qwen3_next),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", qwen3_5_moe),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", with_pictures(qwen3_5_moe)),
     "Lfm2ForCausalLM": ("lfm2", lfm2),
     "Mamba2ForCausalLM": ("mamba2", mamba2),
     "FalconH1ForCausalLM": ("falcon_h1", falcon_h1),

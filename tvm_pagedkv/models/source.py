@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,7 +94,8 @@ class HuggingFaceModel:
 
     def config(self) -> DecoderConfig:
         """Return the configuration."""
-        return config_from_directory(self.path)
+        config = config_from_directory(self.path)
+        return config if config.experts is None else _with_layout(config, self.path)
 
     def tensors(self) -> Checkpoint:
         """Return the reader of the weights."""
@@ -133,6 +135,23 @@ class HuggingFaceModel:
             info = file.stat()
             digest.update(f"{file.name} {info.st_size} {info.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+
+def _with_layout(config: DecoderConfig, folder: Path) -> DecoderConfig:
+    """Return a configuration with experts and the layout of their tensors in a checkpoint.
+
+    Of some families there are checkpoints with a tensor for each expert, and others in which one
+    tensor has the matrices of all.
+    """
+    assert config.experts is not None
+    names = config.experts.names
+    if names.is_stacked or not [*folder.glob("*.safetensors")]:
+        return config
+    fused = f".{names.block}.{names.experts}.gate_up_proj"
+    if not any(name.endswith(fused) for name in Checkpoint(folder).names()):
+        return config
+    names = replace(names, fused_gate_up="gate_up_proj", is_stacked=True)
+    return replace(config, experts=replace(config.experts, names=names))
 
 
 def open_model(model: str | Path | None) -> ModelSource:

@@ -248,8 +248,8 @@ def test_all_cpus_are_used_unless_told_otherwise():
 def test_another_version_of_tvm_is_refused(monkeypatch):
     from tvm_pagedkv import _library
 
-    monkeypatch.setattr(_library.importlib.metadata, "version", lambda name: "0.26.1")
-    with pytest.raises(ImportError, match="found 0.26.1; install it with: pip install"):
+    monkeypatch.setattr(_library.importlib.metadata, "version", lambda name: "0.25.1")
+    with pytest.raises(ImportError, match="found 0.25.1; install it with: pip install"):
         _library.load()
 
 

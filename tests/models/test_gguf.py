@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tvm_pagedkv.models import DecoderModel, fingerprint  # noqa: E402
+from tvm_pagedkv.models.expert_config import ExpertNames  # noqa: E402
 from tvm_pagedkv.models.gguf.dequantize import READABLE_TYPES, dequantize  # noqa: E402
 from tvm_pagedkv.models.gguf.file import GgufFile  # noqa: E402
 from tvm_pagedkv.models.source import TINY, HuggingFaceModel, open_model  # noqa: E402
@@ -31,19 +32,29 @@ def test_same_configuration_and_weights_as_hugging_face(case, tmp_path):
     file = write_gguf(tmp_path, tmp_path / "model.gguf", keys=keys, tensors=tensors)
     theirs, ours = HuggingFaceModel(tmp_path), open_model(file)
     expected, found = theirs.config(), ours.config()
-    assert _rounded(found) == _rounded(expected)
+    assert _rounded(_without_names(found)) == _rounded(_without_names(expected))
     checkpoint, own = theirs.tensors(), ours.tensors()
-    parts = {
-        part for _, weight in weights(expected, range(expected.num_layers)) for part in weight.parts
-    }
-    assert {part.name for part in parts} == set(own.names())
-    for part in parts:
-        expected_values = checkpoint.read(part.name, part.shape).astype("float32")
-        # Norms of Gemma are stored with one added, which rounds.
-        atol = 1e-6 if model_type.startswith("gemma") and "norm" in part.name else 0
-        np.testing.assert_allclose(
-            own.read(part.name, part.shape), expected_values, rtol=0, atol=atol, err_msg=part.name
-        )
+    layers, names = range(expected.num_layers), set()
+    pairs = zip(weights(found, layers), weights(expected, layers), strict=True)
+    for (name, weight), (same_name, same_weight) in pairs:
+        assert name == same_name
+        for part, same in zip(weight.parts, same_weight.parts, strict=True):
+            names.add(part.name)
+            values = part.of(own.read(part.name, part.shape, part.expert))
+            expected_values = same.of(checkpoint.read(same.name, same.shape, same.expert))
+            # Norms of Gemma are stored with one added, which rounds.
+            atol = 1e-6 if model_type.startswith("gemma") and "norm" in part.name else 0
+            np.testing.assert_allclose(
+                values, expected_values.astype("float32"), rtol=0, atol=atol, err_msg=part.name
+            )
+    assert names == set(own.names())
+
+
+def _without_names(config):
+    """A configuration without the names of its experts' tensors, which are others in GGUF files."""
+    if config.experts is None:
+        return config
+    return replace(config, experts=replace(config.experts, names=ExpertNames()))
 
 
 def _rounded(config):
@@ -155,7 +166,38 @@ def test_folder_with_a_file_and_its_sampling(directory, tmp_path):
         open_model(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "MXFP4"])
+def test_codes_of_experts_are_kept(name, tmp_path):
+    """Each expert's codes stand for the numbers that llama.cpp's package reads."""
+    gguf = pytest.importorskip("gguf")
+    model_type, fields, keys, tensors = CASES["gpt-oss"]
+    write_checkpoint(tmp_path, model_type, SHAPE | fields)
+    kind = gguf.GGMLQuantizationType[name]
+    file = tmp_path / "model.gguf"
+    write_gguf(tmp_path, file, keys=keys, tensors=tensors, quantization=kind)
+    source = open_model(file)
+    experts = source.config().experts
+    read = source.tensors()
+    for projection, shape in (("gate_proj", (64, 64)), ("down_proj", (64, 64))):
+        theirs = f"model.layers.1.mlp.experts.{projection}"
+        stored = GgufFile(file).read_bytes(f"blk.1.ffn_{projection[:-5]}_exps.weight")
+        for expert in range(experts.num_experts):
+            assert experts.names.tensor(expert, projection) == theirs[len("model.layers.1.mlp.") :]
+            rows = read.read_quantized(theirs, shape, (expert, experts.num_experts))
+            expected = gguf.quants.dequantize(stored[expert], kind)
+            np.testing.assert_array_equal(rows.values(), expected)
+            floats = read.read(theirs, shape, (expert, experts.num_experts))
+            np.testing.assert_array_equal(floats, expected)
+
+
 # --- what is refused ----------------------------------------------------------------------------
+
+
+def test_experts_of_other_architectures_are_refused(tmp_path):
+    write_checkpoint(tmp_path, "qwen2", SHAPE)
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", keys={".expert_count": 8})
+    with pytest.raises(ValueError, match="qwen2.expert_count: this architecture"):
+        open_model(file)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +206,7 @@ def test_folder_with_a_file_and_its_sampling(directory, tmp_path):
         ({".attention.head_count": "4"}, "llama.attention.head_count must be an integer, got '4'"),
         ({".rope.scaling.type": "ntk"}, "llama.rope.scaling.type 'ntk' is not supported; expected"),
         ({".rope.scaling.type": "yarn"}, "needs llama.rope.scaling.factor"),
-        ({".expert_count": 8}, "llama.expert_count: mixture-of-experts"),
+        ({".expert_count": 8}, "llama.expert_used_count"),
         ({".logit_scale": 0.5}, r"has the key llama.logit_scale \(0.5\), which is not supported"),
         ({".rope.dimension_count": 8}, "llama.rope.dimension_count must be 16"),
         ({".attention.value_length": 8}, "llama.attention.value_length must be 16"),

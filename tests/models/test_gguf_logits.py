@@ -47,7 +47,7 @@ FAMILIES = {
     "olmo2": {},
 }
 # Families whose logits test_models_families.py compares, and whose weights test_gguf.py does.
-SLOW = ("olmo3, yarn", "smollm3", "cohere2", "exaone4", "exaone4, no windows")
+SLOW = ("olmo3, yarn", "smollm3", "cohere2", "exaone4", "exaone4, no windows", "mixtral", "glm-4.5")
 KEYS = {"gemma3_text": {".attention.sliding_window_pattern": [True, False]}}
 
 

@@ -12,6 +12,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
+from .gguf_experts import EXPERT_KEYS, own_name, with_stacked_experts
+
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -24,7 +26,13 @@ ARCHITECTURES = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "cohere2": gguf.MODEL_ARCH.COHERE2,
     "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
+
+_WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "olmo3", "cohere2", "exaone4", "gpt_oss")
 
 
 def write_gguf(
@@ -61,14 +69,16 @@ def write_gguf(
         if key not in without:
             _add(writer, f"{name}{key}" if key.startswith(".") else key, value)
     names = gguf.get_tensor_name_map(architecture, fields["num_hidden_layers"])
-    for theirs, tensor in load_file(directory / "model.safetensors").items():
+    stored = with_stacked_experts(load_file(directory / "model.safetensors"))
+    for theirs, tensor in stored.items():
         kind, raw = gguf.GGMLQuantizationType.F32, tensor.astype("float32")
         if raw.ndim > 1:
             kind = quantization
             raw = gguf.quants.quantize(raw, kind) if encode is None else encode(theirs, raw)
         # Of matrices it moves whole rows, and so it may come after.
         raw = np.ascontiguousarray(_as_llama_cpp_has_it(theirs, raw, fields))
-        writer.add_tensor(names.get_name(theirs, (".weight", ".bias")), raw, raw_dtype=kind)
+        own = own_name(theirs) or names.get_name(theirs, (".weight", ".bias"))
+        writer.add_tensor(own, raw, raw_dtype=kind)
     for own, array in (tensors or {}).items():
         writer.add_tensor(own, array)
     writer.write_header_to_file()
@@ -99,8 +109,10 @@ def _keys(fields: dict[str, Any]) -> dict[str, Any]:
         del found[".attention.layer_norm_rms_epsilon"]
         found[".attention.layer_norm_epsilon"] = fields["layer_norm_eps"]
         found[".logit_scale"] = fields["logit_scale"]
-    if fields["model_type"] in ("gemma2", "gemma3_text", "phi3", "olmo3", "cohere2", "exaone4"):
+    if fields["model_type"] in _WITH_WINDOWS:
         found[".attention.sliding_window"] = fields.get("sliding_window")
+    for key, field in EXPERT_KEYS.get(fields["model_type"], {}).items():
+        found[key] = fields[field] if isinstance(field, str) else field
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -134,7 +146,9 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def _as_llama_cpp_has_it(name: str, tensor: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
     if fields["model_type"].startswith("gemma") and name.endswith("norm.weight"):
         return tensor + 1
-    if fields["model_type"] in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+    if fields["model_type"] in ("llama", "mixtral", "smollm3") and (
+        "q_proj" in name or "k_proj" in name
+    ):
         heads = fields["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)

@@ -167,4 +167,61 @@ CASES = {
         {},
         {},
     ),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        {".expert_gating_func": 1},
+        {},
+    ),
+    "qwen3 with experts": (
+        "qwen3_moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+        {},
+        {},
+    ),
+    "glm-4.5": (
+        "glm4_moe",
+        {
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+        },
+        # Of a third layer, which predicts tokens further on and is left out.
+        {".rope.dimension_count": 8, ".block_count": 3, ".nextn_predict_layers": 1},
+        {"blk.2.nextn.enorm.weight": np.ones(64, np.float32)},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "intermediate_size": 64,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        {
+            ".rope.scaling.type": "yarn",
+            ".rope.scaling.factor": 8.0,
+            ".rope.scaling.original_context_length": 32,
+        },
+        {},
+    ),
 }

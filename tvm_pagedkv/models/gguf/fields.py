@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from . import experts
 from .metadata import Metadata
 
 Fields = dict[str, Any]
@@ -54,8 +55,8 @@ def config_fields(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], rea
     fields = {"architectures": [name], **_shape(metadata, shapes)}
     fields |= own(metadata, fields, shapes, read)
     fields |= _scaling(metadata, fields, shapes, read)
-    if metadata.of_model("expert_count", int, 0):
-        raise ValueError(f"{architecture}.expert_count: mixture-of-experts models are unsupported")
+    if metadata.of_model("expert_count", int, 0) and "num_experts_per_tok" not in fields:
+        raise ValueError(f"{architecture}.expert_count: this architecture has no experts here")
     metadata.refuse_unread()
     return fields
 
@@ -113,6 +114,8 @@ def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
         if factor is None:
             raise ValueError(f"{key} {kind!r} needs {metadata.architecture}.rope.scaling.factor")
         scaling = {"rope_type": kind, "factor": factor}
+        if metadata.architecture == "gpt-oss":
+            scaling["truncate"] = False  # the makers' configuration, which files leave out
     else:
         raise ValueError(f"{key} {kind!r} is not supported; expected none, linear, yarn, longrope")
     if original is not None and kind != "linear":
@@ -143,6 +146,7 @@ def _llama(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
     return {
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        **(experts.mixtral(metadata) if metadata.of_model("expert_count", int, 0) else {}),
     }
 
 
@@ -205,6 +209,33 @@ def _exaone4(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
     return {"sliding_window": window, **(_layer_types(metadata, 4) if window else {})}
 
 
+def _qwen3_moe(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    return experts.qwen3_moe(metadata)
+
+
+def _glm4_moe(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    """Return the fields without the layers at the end that predict several tokens."""
+    return {
+        "num_hidden_layers": fields["num_hidden_layers"] - num_extra_layers(metadata),
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
+        **experts.glm4_moe(metadata),
+    }
+
+
+def num_extra_layers(metadata: Metadata) -> int:
+    """Return the number of last layers that are not of the model itself."""
+    return metadata.of_model("nextn_predict_layers", int, 0)
+
+
+def _gpt_oss(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "sliding_window": metadata.of_model("attention.sliding_window", int),
+        **experts.gpt_oss(metadata),
+    }
+
+
 def _gemma(metadata: Metadata, fields: Fields) -> Fields:
     """Return the window and the softmax scale, which only the models of 27 B have of their own."""
     scale = metadata.of_model("attention.scale", float, None)
@@ -230,4 +261,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[..., Fields]]] = {
     "smollm3": ("SmolLM3ForCausalLM", _plain),
     "cohere2": ("Cohere2ForCausalLM", _cohere2),
     "exaone4": ("Exaone4ForCausalLM", _exaone4),
+    "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+    "glm4moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
 }

@@ -13,7 +13,8 @@ from ..chat import ChatTemplate
 from ..config import DecoderConfig
 from ..registry import config_from_fields, with_eos
 from ..sampling_defaults import sampling_defaults
-from .fields import config_fields
+from .experts import NAMES
+from .fields import config_fields, num_extra_layers
 from .file import GgufFile
 from .metadata import Metadata
 from .tensors import GgufTensors
@@ -60,8 +61,16 @@ class GgufModel:
             text = str(error)
             where = "" if text.startswith(str(self.path)) else f"{self.path}: "
             raise ValueError(f"{where}{text}") from None
-        architecture = self._metadata.architecture
-        self._tensors = GgufTensors(self._file, architecture, config.num_heads, config.num_kv_heads)
+        if config.experts is not None:
+            config = replace(config, experts=replace(config.experts, names=NAMES))
+        self._tensors = GgufTensors(
+            self._file,
+            self._metadata.architecture,
+            config.num_heads,
+            config.num_kv_heads,
+            len(config.layers),
+            num_extra_layers(self._metadata),
+        )
         self._config = replace(config, dtype=self._tensors.dtype())
 
     def config(self) -> DecoderConfig:

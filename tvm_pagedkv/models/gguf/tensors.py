@@ -8,6 +8,7 @@ import re
 import numpy as np
 
 from ..weight_formats import QuantizedRows, WeightFormat
+from . import experts
 from .dequantize import type_name
 from .file import GgufFile
 from .quantized import KEPT_TYPES, split_blocks
@@ -34,12 +35,15 @@ _NORMS_AFTER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERTS = _LAYER | {"post_attention_norm": "post_attention_layernorm"}
 _GEMMA = _LAYER | _NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
 _LAYER_OF = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "olmo2": _LAYER | _NORMS_AFTER,
     "exaone4": _LAYER | _NORMS_AFTER,
+    "glm4moe": _EXPERTS,
+    "gpt-oss": _EXPERTS,
     "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _FLOATS = ("F32", "F16", "BF16")
@@ -56,6 +60,8 @@ class GgufTensors:
     architecture : str
         ``general.architecture``.
     num_heads, num_kv_heads : int
+    num_layers, num_extra_layers : int
+        Layers of the model, and layers behind them, which are left out.
 
     Raises
     ------
@@ -63,11 +69,21 @@ class GgufTensors:
         If a tensor is unknown; the message names it.
     """
 
-    def __init__(self, file: GgufFile, architecture: str, num_heads: int, num_kv_heads: int):
+    def __init__(
+        self,
+        file: GgufFile,
+        architecture: str,
+        num_heads: int,
+        num_kv_heads: int,
+        num_layers: int = 0,
+        num_extra_layers: int = 0,
+    ):
         self.path, self._file = file.path, file
         self._names = {}
+        ends = range(num_layers, num_layers + num_extra_layers)
+        left_out = tuple(f"blk.{layer}." for layer in ends)
         for name in file.tensors:
-            if name not in _ROPE_FACTORS:
+            if name not in _ROPE_FACTORS and not name.startswith(left_out):
                 self._names[_name(name, architecture, file)] = name
         self._has_offset = architecture.startswith("gemma")
         # llama.cpp rotates adjacent pairs in these architectures, so Q and K are permuted.
@@ -124,7 +140,10 @@ class GgufTensors:
         format = self.format(name)
         assert isinstance(format, WeightFormat)
         raw = self._file.read_bytes(self._find(name, shape, expert))
-        matrix = split_blocks(raw if expert is None else raw[expert[0]], format)
+        try:
+            matrix = split_blocks(raw if expert is None else raw[expert[0]], format)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: tensor {self._names[name]} {error}") from None
         num_heads = self._heads.get(name.split(".")[-2])
         return matrix if num_heads is None else matrix.map(lambda x: _halves(x, num_heads))
 
@@ -159,6 +178,10 @@ def _name(name: str, architecture: str, file: GgufFile) -> str:
     """Return the name of a tensor in Hugging Face directories."""
     stem, _, kind = name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if layer is not None and layer[2] in experts.TENSORS and kind in ("weight", "bias"):
+        return experts.tensor_name(layer[1], layer[2], kind)
+    if layer is not None and layer[2] == "attn_sinks":
+        return f"model.layers.{layer[1]}.self_attn.sinks"
     if layer is None:
         theirs = _MODEL.get(stem)
     else:

@@ -113,10 +113,10 @@ def test_mla(view, monkeypatch):
     for name in ("append_mla_kv", "self_attention", "cross_attention"):
         call = getattr(type(cache), name)
 
-        def with_strides(self, layer, *inputs, call=call):
+        def with_strides(self, layer, *inputs, call=call, **others):
             nonlocal num_copies
             num_copies += len(inputs)
-            return call(self, layer, *(_tensor(view(x)) for x in inputs))
+            return call(self, layer, *(_tensor(view(x)) for x in inputs), **others)
 
         monkeypatch.setattr(type(cache), name, with_strides)
     pair.add(0, 1)

@@ -57,7 +57,7 @@ MISTAKES = [
     Mistake(check, BlockStates, "merge", "total * exp2(top - merged_top), op", "total, op"),
     Mistake(check, GroupStates, "merge", "self.weights[i] * inverse", "inverse"),
     Mistake(check, GroupStates, "merge", "total += self.weights[i]", "total = self.weights[i]"),
-    Mistake(check, VisibleColumns, "first_seen", "kv_len - self.a.w", "kv_len - 1 - self.a.w"),
+    Mistake(check, VisibleColumns, "first_seen", "self.kv_len, self.q", "self.kv_len - 1, self.q"),
     Mistake(check, OnlineSoftmax, "update", "over_lanes(top[h], T.max, ROW_LANES)", "top[h]"),
     Mistake(check, OnlineSoftmax, "finish", "operator.add, ROW_LANES", "operator.add, 2"),
     Mistake(check, Logits, "scale", "* self.slope[h]", "* T.float32(0)"),

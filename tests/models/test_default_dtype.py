@@ -29,7 +29,12 @@ SHAPE = {
     "intermediate_size": 96,
     "vocab_size": 300,
 }
-OF_HYBRIDS = {
+OF_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_FAMILIES = {
+    "DeepseekV2ForCausalLM": OF_EXPERTS,
+    "DeepseekV3ForCausalLM": OF_EXPERTS,
+    "Glm4MoeLiteForCausalLM": OF_EXPERTS,
+    "Mistral4ForCausalLM": OF_EXPERTS,
     "Mamba2ForCausalLM": {"num_heads": 8, "state_size": 24},
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0},
 }
@@ -43,7 +48,7 @@ def test_only_float16_has_exceptions(architecture, stored):
     fields = {"num_hidden_layers": 2, "max_position_embeddings": 64}
     if architecture.startswith("Gemma"):
         fields["sliding_window"] = 8
-    fields = SHAPE | fields | OF_HYBRIDS.get(architecture, {}) | {"dtype": stored}
+    fields = SHAPE | fields | OF_FAMILIES.get(architecture, {}) | {"dtype": stored}
     if architecture.endswith("ForConditionalGeneration") and architecture.startswith("Qwen3_5"):
         fields = {"text_config": fields}
     config = config_from_fields({"architectures": [architecture], **fields})

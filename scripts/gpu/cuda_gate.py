@@ -60,6 +60,10 @@ CONFIGURATIONS = {
         logit_softcap=30.0,
         alibi=True,
     ),
+    "spans-float16": dict(**_LLAMA, dtype="float16", spans=True),
+    "spans-windows-bfloat16": dict(
+        **_LLAMA, dtype="bfloat16", layers=[LayerSpec("mha_sliding", 1024)], spans=True
+    ),
     "llama-float16-pages-int8": dict(**_LLAMA, dtype="float16", kv_dtype="int8"),
     "llama-bfloat16-pages-int4": dict(**_LLAMA, dtype="bfloat16", kv_dtype="int4"),
     "windows-cap-alibi-bfloat16-pages-float8": dict(

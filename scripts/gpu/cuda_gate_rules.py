@@ -29,7 +29,7 @@ COPIED_ARRAYS = frozenset(
         *("q_indptr", "kv_indptr", "page_indptr", "page_values", "length_info", "window_info"),
         *("window_matrix", "k_rope_pos_offset", "q_rope_position", "row_indptr", "row_ids"),
         *("tree_order_indptr", "tree_order", "position_map", "copies"),
-        *("length_indptr", "src_dst_slots"),
+        *("length_indptr", "src_dst_slots", "row_reach"),
         *("segment_indptr", "slots", "rows", "read_pages", "write_pages", "tap_slots"),
     ]
 )

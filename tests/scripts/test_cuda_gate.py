@@ -24,6 +24,8 @@ GATED = {
     "heads-of-256-bfloat16": (("90",), ("prefill", "decode")),
     "longrope-float16": (("90",), ("split_rotary", "rope_append", "prefill")),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding", "tree_sliding")),
+    "spans-float16": (("80",), ("prefill_spans",)),
+    "spans-windows-bfloat16": (("90",), ("prefill_spans_sliding",)),
     "heads-of-256-float32": (("90",), ("prefill", "decode")),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), ("mla_prefill",)),

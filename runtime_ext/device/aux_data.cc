@@ -81,8 +81,6 @@ int64_t AuxData::num_bytes() const {
 }
 
 void AuxData::Reserve(Buffer* buffer, int64_t num_elements) {
-  // An empty array in a buffer of its own still needs an address.
-  num_elements = std::max<int64_t>(num_elements, 1);
   if (num_elements <= buffer->capacity) return;
   int64_t capacity = std::max(num_elements, 2 * buffer->capacity);
   ffi::Tensor device = AllocateTensor({capacity}, kInt32, device_, counter_);
@@ -133,11 +131,12 @@ void AuxData::Layout(const std::vector<int64_t>& sizes, const std::vector<int64_
     buffer.size += RoundUp(room[i] * arrays[i].row_size) + kRedZone;
   }
   for (Buffer& buffer : buffers) {
-    Reserve(&buffer, buffer.size);
-    Forbid(buffer.host.data_ptr(), buffer.capacity * sizeof(int32_t));
+    // The first buffer has an address for those that have always been empty.
+    Reserve(&buffer, &buffer == &buffers.front() ? std::max<int64_t>(buffer.size, 1) : buffer.size);
+    if (buffer.capacity > 0) Forbid(buffer.host.data_ptr(), buffer.capacity * sizeof(int32_t));
   }
   for (size_t i = 0; i < arrays.size(); ++i) {
-    const Buffer& buffer = buffers[arrays[i].buffer];
+    const Buffer& buffer = stage_->buffer_of(arrays[i]);
     arrays[i].host = static_cast<int32_t*>(buffer.host.data_ptr()) + arrays[i].offset;
     Resize(i, sizes[i]);
   }
@@ -145,7 +144,7 @@ void AuxData::Layout(const std::vector<int64_t>& sizes, const std::vector<int64_
 
 void AuxData::Resize(size_t i, int64_t size) {
   Array& array = stage_->arrays[i];
-  array.view.Set(stage_->buffers[array.buffer].device,
+  array.view.Set(stage_->buffer_of(array).device,
                  array.offset * static_cast<int64_t>(sizeof(int32_t)), size);
   Allow(array.host, size * array.row_size * sizeof(int32_t));
 }
@@ -154,7 +153,7 @@ ffi::Tensor AuxData::Matrix(size_t i, int64_t num_rows, int64_t num_columns) con
   const Array& array = stage_->arrays[i];
   const int64_t byte_offset = array.offset * static_cast<int64_t>(sizeof(int32_t));
   return StepView(kInt32, {num_columns})
-      .Set(stage_->buffers[array.buffer].device, byte_offset, num_rows);
+      .Set(stage_->buffer_of(array).device, byte_offset, num_rows);
 }
 
 void AuxData::Upload() {

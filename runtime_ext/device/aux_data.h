@@ -94,6 +94,12 @@ class AuxData {
     std::vector<Buffer> buffers;
     std::shared_ptr<DeviceStream> copies;  // shared by a pair of stages
     bool is_uploaded = false;
+
+    /*! \brief Where the elements of an array are: the first buffer if it never had any. */
+    const Buffer& buffer_of(const Array& array) const {
+      const Buffer& own = buffers[array.buffer];
+      return own.capacity > 0 ? own : buffers.front();
+    }
   };
 
   void Reserve(Buffer* buffer, int64_t num_elements);

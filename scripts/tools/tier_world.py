@@ -65,7 +65,9 @@ class World:
         self._layout = draw.choice(list(LAYOUTS))
         self._layers = LAYOUTS[self._layout]
         self._model = draw.choice(("one", "two"))
-        self._rows_name = f"{self._layout} {self._model} {lies}".encode()
+        # How much history a cache keeps is not in its keys: another cache may find its pages.
+        values = [{**layer, "history_tokens": None} for layer in self._layers]
+        self._rows_name = f"{values} {self._model} {lies}".encode()
         self._pages: dict[int, np.ndarray] = {}
         self._tokens: dict[int, list[int]] = {}
         self._salts: dict[int, bytes] = {}

@@ -8,6 +8,7 @@
 #include <tvm/ffi/dtype.h>
 
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/text_stream.h"
@@ -20,6 +21,29 @@ TierPolicy PolicyOf(const PrefixTierOptions& options) {
   if (options.write_policy == "through") return {TierWrites::kThrough, options.min_hits};
   if (options.write_policy == "back") return {TierWrites::kBack, options.min_hits};
   return {TierWrites::kSelective, options.min_hits};
+}
+
+/*!
+ * \brief The layer group of each layer, whose pages a value holds, as text for the keys.
+ *
+ * Empty where the layout determines the groups. It does not when recurrent layers or convolutions
+ * of one shape keep histories of different lengths, which no other part of the keys contains.
+ */
+std::string GroupsText(const LayerStorage& storage) {
+  bool is_in_layout = true;
+  const std::vector<LayerGroup>& groups = storage.groups();
+  for (size_t g = 1; g < groups.size(); ++g) {
+    LayerConfig shape = groups[g].shape;
+    for (size_t other = 0; other < g; ++other) {
+      shape.history_tokens = groups[other].shape.history_tokens;
+      is_in_layout = is_in_layout && !groups[other].shape.SharesGroupWith(shape);
+    }
+  }
+  if (is_in_layout) return "";
+  ClassicText text;
+  text << "\ngroups=";
+  for (const StoredLayer& layer : storage.layers()) text << layer.group << ",";
+  return text.str();
 }
 
 }  // namespace
@@ -43,7 +67,8 @@ PrefixTier PrefixTiers::Open(const ffi::Map<ffi::String, ffi::Any>& map) {
   // Workers of a tensor-parallel model have other heads on pages of the same form.
   ClassicText space;
   space << "model=" << options.model_id << "\nlayout=" << layout_
-        << "\ndtype=" << std::string(ffi::DLDataTypeToString(config.dtype)) << "\nworker=";
+        << "\ndtype=" << std::string(ffi::DLDataTypeToString(config.dtype)) << GroupsText(storage)
+        << "\nworker=";
   if (const std::optional<int64_t> worker = CurrentWorkerId()) space << *worker;
   table_->prefixes().SetTier(object->tier(), transfers.get(), PolicyOf(options), space.str());
   tier_ = PrefixTier(std::move(object));

@@ -13,8 +13,9 @@ import tvm
 import tvm_pagedkv as pkv
 from tvm_pagedkv.cache.page_map import PageMap
 
+from ..support.dict_store import DictStore
 from ..support.permissive_steps import permissive_step
-from ..support.recurrent_world import World
+from ..support.recurrent_world import NUM_TOKENS, Layer, World
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -132,6 +133,57 @@ def test_states_come_back_from_disk(tmp_path):
         cache.remove_sequence(0)
         assert cache.close_prefixes()
     assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_layers_share_values_only_with_those_of_their_group():
+    """Histories of different lengths separate layers into groups; a value holds one group."""
+    values, rng = {}, np.random.default_rng(7)
+    shape = pkv.RecurrentConfig("mamba2", 1, 1, 8, 8, checkpoint_tokens=8)
+    layers = [Layer(shape, pkv.ConvConfig(24, 4), "float32", rng) for _ in range(4)]
+    tokens = [int(token) for token in rng.integers(NUM_TOKENS, size=18)]
+    cases = (
+        ((None, 16, 16, None), 0),
+        ((None, None, 16, 16), 0),  # as many layers in each group, but other ones
+        ((16, None, None, 16), 16),  # groups as in the first cache
+        ((None, None, None, None), 0),
+        ((16, 16, 16, 16), 16),
+    )
+    for history, found in cases:
+        config = pkv.KVCacheConfig(
+            num_layers=4,
+            num_qo_heads=1,
+            num_kv_heads=1,
+            qk_head_dim=8,
+            dtype="float32",
+            page_size=4,
+            max_num_sequences=1,
+            max_total_tokens=64,
+            prefill_chunk_size=32,
+            layers=[
+                pkv.LayerSpec(
+                    "recurrent", recurrent=replace(shape, history_tokens=each), conv=layer.conv
+                )
+                for each, layer in zip(history, layers, strict=True)
+            ],
+            prefix_cache=pkv.PrefixCacheConfig(
+                host_bytes=1 << 20,
+                store=DictStore(values),
+                model_id="m",
+                write_policy="through",
+                lookup_timeout=30.0,
+            ),
+        )
+        cache = pkv.create(config)
+        reused = cache.add_sequence(0, tokens)
+        rows = tokens[reused:]
+        with cache.forward([0], [len(rows)], tokens=rows):
+            for i, layer in enumerate(layers):
+                outputs = layer.run(cache, i, rows)
+                for output, wanted in zip(outputs, layer.expected(tokens), strict=True):
+                    assert np.abs(output.numpy() - wanted[reused:]).max() < 3e-5, history
+        assert reused == found, history
+        cache.check_integrity()
+        assert cache.close_prefixes()
 
 
 def test_a_bundle_has_recurrent_layers(tmp_path):

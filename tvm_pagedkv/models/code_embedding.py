@@ -9,11 +9,13 @@ from tir_kernels.script import inline, prim_func
 from tir_kernels.spec import ITEMSIZE
 
 from .code_matrix import CodeMatrix
+from .emit import built_once
 from .weight_formats import GROUP
 
 _PARALLEL_NUMBERS = 1 << 14  # below: cheaper than waking the other threads
 
 
+@built_once
 def code_embedding(matrix: CodeMatrix, dtype: str, scale: float = 1.0):
     """Build the kernel of rows of a quantized matrix times `scale`.
 

@@ -15,11 +15,12 @@ from tir_kernels.cpu.simd import temp
 
 from .code_matrix import CodeMatrix
 from .code_sums import CodeSums
-from .emit import parallel_if, rows_kernel
+from .emit import built_once, parallel_if, rows_kernel
 from .packed_products import PARALLEL_FLOPS, UNIT_ROWS
 from .unit_sums import store_sums
 
 
+@built_once
 def code_linear(
     matrix: CodeMatrix, dtype: str, out_dtype: str, *, bias: bool = False, residual: bool = False
 ) -> tirx.PrimFunc:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from tvm import tirx
@@ -12,6 +13,10 @@ from tvm.script.ir_builder import tirx as ir
 
 from tir_kernels.cpu.conversion import require_half_target
 from tir_kernels.spec import ITEMSIZE, VectorTarget
+
+# Decorates builders of kernels, which layers of one shape share: building the TIR of products takes
+# up to a quarter of a second.
+built_once = functools.lru_cache(maxsize=256)
 
 
 def rows_kernel(arguments: Callable, body: Callable, target: VectorTarget) -> tirx.PrimFunc:

@@ -15,7 +15,7 @@ from tir_kernels.cpu.simd import load, store, temp, wide_temp
 
 from .code_matrix import CodeMatrix
 from .code_sums import CodeSums
-from .emit import parallel_if, rows_kernel
+from .emit import built_once, parallel_if, rows_kernel
 from .packed_layout import PackedMatrix
 from .packed_products import PARALLEL_FLOPS, PackedProducts
 from .unit_sums import for_sums
@@ -29,6 +29,7 @@ def stacked_shape(matrix: PackedMatrix | CodeMatrix, num_experts: int) -> tuple[
     return num_experts * blocks, depth, width
 
 
+@built_once
 def expert_linear(
     matrix: PackedMatrix | CodeMatrix,
     num_experts: int,

@@ -12,7 +12,7 @@ from tir_kernels.cpu.simd import store, temp
 
 from .code_matrix import CodeMatrix
 from .code_sums import CodeSums
-from .emit import parallel_if, rows_kernel
+from .emit import built_once, parallel_if, rows_kernel
 from .expert_linear import stacked_shape
 from .options import BuildOptions
 from .packed import encoded_rows, packed_matrix
@@ -48,6 +48,7 @@ class HeadLinear(nn.Module):
         return op.tensor_ir_op(kernel, "head_linear", inputs, out)
 
 
+@built_once
 def head_linear(
     matrix: PackedMatrix | CodeMatrix,
     num_heads: int,

@@ -23,11 +23,12 @@ from tir_kernels.cpu.simd import (
 )
 from tir_kernels.spec import LOG2E, VectorTarget
 
-from .emit import parallel_if, rows_kernel
+from .emit import built_once, parallel_if, rows_kernel
 
 PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads
 
 
+@built_once
 def norm(
     features: int,
     epsilon: float,
@@ -66,6 +67,7 @@ def norm(
     return rows_kernel(arguments, body, target)
 
 
+@built_once
 def qk_norm(
     q: tuple[int, int],
     k: tuple[int, int],
@@ -145,6 +147,7 @@ def normalize(buffers, row, begin, how, residual=None, *, subtracts_mean=False) 
         store(out, at, lanes, value)
 
 
+@built_once
 def gated(activation: str, features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
     """``activation(gate) * up`` for x [n, 2 * features]: gate, then up; out [n, features].
 

@@ -8,12 +8,13 @@ from tvm.script import tirx as T
 
 from tir_kernels.cpu.simd import load, store, temp
 
-from .emit import parallel_if, rows_kernel
+from .emit import built_once, parallel_if, rows_kernel
 from .packed_layout import PackedMatrix
 from .packed_products import PARALLEL_FLOPS, UNIT_ROWS, PackedProducts
 from .unit_sums import store_sums
 
 
+@built_once
 def linear(
     matrix: PackedMatrix, out_dtype: str, *, bias: bool = False, residual: bool = False
 ) -> tirx.PrimFunc:
@@ -53,6 +54,7 @@ def linear(
     return rows_kernel(arguments, body, matrix.target)
 
 
+@built_once
 def embedding(matrix: PackedMatrix, scale: float = 1.0) -> tirx.PrimFunc:
     """Rows of a packed matrix times `scale`: ids int32 [n], packed weight, out [n, in_features]."""
 

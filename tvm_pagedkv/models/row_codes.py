@@ -25,6 +25,7 @@ from tir_kernels.define import target_attributes
 from tir_kernels.script import inline, prim_func
 from tir_kernels.spec import ITEMSIZE
 
+from .emit import built_once
 from .weight_formats import GROUP
 
 LANES = UnsignedDots.lanes
@@ -36,6 +37,7 @@ _ROUNDER = 1.5 * 2**23 + 128
 _OFFSET = 0x4B400000 + 128  # the bits of _ROUNDER
 
 
+@built_once
 def encode_rows(in_features: int, dtype: str):
     """Build the kernel that converts rows for `code_linear`.
 

@@ -100,6 +100,7 @@ def test_float16_rounds_quantized_numbers_less(llama, kind, tmp_path):
     assert half < brain / 4
 
 
+@pytest.mark.slow
 def test_quantized_gemma_runs_in_bfloat16(tmp_path):
     write_checkpoint(tmp_path, "gemma2", SHAPE | {"sliding_window": 7})
     for kind in ("F16", "Q8_0"):
@@ -109,6 +110,7 @@ def test_quantized_gemma_runs_in_bfloat16(tmp_path):
         assert DecoderModel.from_pretrained(file).options.dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_without_conversion_of_float16_models_run_in_float32(llama, tmp_path):
     kind = gguf.GGMLQuantizationType.Q4_1
     file = write_gguf(llama, tmp_path / "m.gguf", quantization=kind)

@@ -374,6 +374,7 @@ def test_bfloat16_is_close(family, tmp_path):
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_weights_in_8_bits_are_close(qwen):
     (tokens,) = random_tokens(4, 20)
     how = {"page_size": PAGE_SIZE, "weights": "int8"}

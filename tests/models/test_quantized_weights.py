@@ -14,6 +14,8 @@ from tvm_pagedkv.models import DecoderModel, ParallelModel
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weight_formats import INT4_MINIMA, INT8, quantize
 
+from ..support.selections import few_of  # noqa: E402
+
 # Of logits whose standard deviation is 3 or so: activations have 16 bits.
 TOLERANCE = 5e-3
 
@@ -57,7 +59,6 @@ def test_gguf_files_keep_their_codes(name, tmp_path):
     """The codes stand for the very numbers of the file; those of other types become int8."""
     gguf = pytest.importorskip("gguf")
     from ..support.gguf_cases import write_gguf
-from ..support.selections import few_of  # noqa: E402
 
     fields = json.loads((TINY / "config.json").read_text())
     assert fields["hidden_size"] % 32 == 0

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 from tvm_pagedkv.generation import Conversation, SamplingParams, generate  # noqa: E402
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 
+from ..support.family_checks import check_token_trees  # noqa: E402
 from ..support.model_cases import (  # noqa: E402
     CHECKS,
     PAGE_SIZE,
@@ -157,22 +158,7 @@ def test_logits(pair, check, seed):
 
 
 def test_token_trees(pair):
-    """The rows of a branch continue the states of its parents; a commit keeps one branch."""
-    tokens, drafts, more = random_tokens(2, 13, 6, 4)
-    parents = [-1, 0, 1, 0, 3, -1]
-    cache = pair.cache()
-    cache.add_sequence(0)
-    pair.ours.prefill(cache, [0], [tokens])
-    logits = pair.ours.logits(cache, [0], [drafts], [parents])[0]
-    for node, row in enumerate(logits):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        assert_close(row, pair.expected([*tokens, *drafts[path]])[-1])
-    cache.commit_tree([0], [4])
-    text = [*tokens, *drafts[[0, 3, 4]], *more]
-    assert_close(pair.ours.logits(cache, [0], [more])[0], pair.expected(text)[-4:])
-    cache.check_integrity()
+    check_token_trees(pair)
 
 
 def test_hits_at_any_token(pair):

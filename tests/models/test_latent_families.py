@@ -12,6 +12,11 @@ transformers = pytest.importorskip("transformers")
 from tvm_pagedkv.models import DecoderModel, ParallelModel, config_from_fields  # noqa: E402
 from tvm_pagedkv.models.weight_formats import GROUP, INT8, quantize  # noqa: E402
 
+from ..support.family_checks import (  # noqa: E402
+    check_another_value_matters,
+    check_prompts_that_begin_alike,
+    check_token_trees,
+)
 from ..support.model_cases import (  # noqa: E402
     CHECKS,
     PAGE_SIZE,
@@ -108,38 +113,12 @@ def test_logits(pair, check, seed):
 
 
 def test_token_trees(pair):
-    """Rows of a branch see their parents; a commit keeps one branch."""
-    tokens, drafts, more = random_tokens(2, 13, 6, 4)
-    parents = [-1, 0, 1, 0, 3, -1]
-    cache = pair.cache()
-    cache.add_sequence(0)
-    pair.ours.prefill(cache, [0], [tokens])
-    logits = pair.ours.logits(cache, [0], [drafts], [parents])[0]
-    for node, row in enumerate(logits):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        assert_close(row, pair.expected([*tokens, *drafts[path]])[-1])
-    cache.commit_tree([0], [4])
-    text = [*tokens, *drafts[[0, 3, 4]], *more]
-    assert_close(pair.ours.logits(cache, [0], [more])[0], pair.expected(text)[-4:])
-    cache.check_integrity()
+    check_token_trees(pair)
 
 
 @pytest.mark.slow
 def test_prompts_that_begin_alike(pair):
-    """A prompt that begins as a removed one continues from its pages."""
-    tokens, own = random_tokens(3, 24, 8)
-    cache = pair.cache()
-    cache.add_sequence(0, tokens)
-    pair.ours.prefill(cache, [0], [tokens])
-    cache.record_tokens(0, tokens)
-    cache.remove_sequence(0)
-    prompt = [*tokens, *own]
-    length = cache.add_sequence(1, prompt)
-    assert length >= 20
-    logits = pair.ours.logits(cache, [1], [prompt[length:]])[0]
-    assert_close(logits, pair.expected(prompt)[length:])
+    check_prompts_that_begin_alike(pair)
 
 
 @pytest.mark.slow
@@ -150,12 +129,7 @@ def test_variants(family, changes, tmp_path):
 
 @pytest.mark.parametrize(("family", "other"), OTHER_VALUES, ids=str)
 def test_the_checkpoints_show_what_is_special(family, other, tmp_path):
-    tokens = torch.tensor([list(random_tokens(0, 41)[0])])
-    logits = []
-    for fields in (FAMILIES[family], FAMILIES[family] | other):
-        with torch.no_grad():
-            logits.append(write_checkpoint(tmp_path, family, fields)(tokens).logits[0, 36:])
-    assert (logits[0] - logits[1]).abs().max() > 0.05
+    check_another_value_matters(tmp_path, family, FAMILIES[family], other)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 from tvm_pagedkv.models.weight_formats import GROUP, INT4_MINIMA, INT8, quantize  # noqa: E402
 
+from ..support.family_checks import check_another_value_matters, check_prompts_that_begin_alike  # noqa: E402
 from ..support.model_cases import (  # noqa: E402
     CHECKS,
     PAGE_SIZE,
@@ -169,18 +170,7 @@ def test_pops(pair):
 
 
 def test_prompts_that_begin_alike(pair):
-    """A prompt that begins as a removed one continues from its pages."""
-    tokens, own = random_tokens(3, 24, 8)
-    cache = pair.cache()
-    cache.add_sequence(0, tokens)
-    pair.ours.prefill(cache, [0], [tokens])
-    cache.record_tokens(0, tokens)
-    cache.remove_sequence(0)
-    prompt = [*tokens, *own]
-    length = cache.add_sequence(1, prompt)
-    assert length >= 20
-    logits = pair.ours.logits(cache, [1], [prompt[length:]])[0]
-    assert_close(logits, pair.expected(prompt)[length:])
+    check_prompts_that_begin_alike(pair)
 
 
 @pytest.mark.slow
@@ -191,12 +181,7 @@ def test_variants(family, changes, tmp_path):
 
 @pytest.mark.parametrize(("family", "other"), OTHER_VALUES, ids=str)
 def test_the_checkpoints_show_what_is_special(family, other, tmp_path):
-    tokens = torch.tensor([list(random_tokens(0, 41)[0])])
-    logits = []
-    for fields in (FAMILIES[family], FAMILIES[family] | other):
-        with torch.no_grad():
-            logits.append(write_checkpoint(tmp_path, family, fields)(tokens).logits[0, 36:])
-    assert (logits[0] - logits[1]).abs().max() > 0.05
+    check_another_value_matters(tmp_path, family, FAMILIES[family], other)
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,12 @@ def test_continuations_share_their_beginning():
     assert paths(other) == [[], [7], [7, 1], [5]]
 
 
+def test_drafts_that_may_not_branch():
+    text = [2, 3, 4, 6, 0, 2, 3, 5, 8, 2, 3, 7, 1, 2, 3]
+    draft = PromptLookup(text, HitRates()).draft(8, 2, branches=False)
+    assert paths(draft) == [[], [7], [7, 1]]
+
+
 def test_matches_are_ranked():
     text = [1, 2, 3, 8, 0, 2, 3, 7, 6, 2, 3, 5, 1, 2, 3]
     assert PromptLookup(text, HitRates()).matches() == [(3, 3), (2, 11), (2, 7)]

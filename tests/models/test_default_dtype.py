@@ -35,6 +35,8 @@ OF_FAMILIES = {
     "DeepseekV3ForCausalLM": OF_EXPERTS,
     "Glm4MoeLiteForCausalLM": OF_EXPERTS,
     "Mistral4ForCausalLM": OF_EXPERTS,
+    "DeepseekV32ForCausalLM": OF_EXPERTS | {"q_lora_rank": 32},
+    "GlmMoeDsaForCausalLM": OF_EXPERTS | {"q_lora_rank": 32},
     "Mamba2ForCausalLM": {"num_heads": 8, "state_size": 24},
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0},
 }

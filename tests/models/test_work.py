@@ -12,6 +12,7 @@ from tvm_pagedkv.config import LayerSpec, RopeConfig
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_directory
 from tvm_pagedkv.models.expert_config import Experts
+from tvm_pagedkv.models.index_config import IndexConfig
 from tvm_pagedkv.models.latent_config import Latent
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weights import weights
@@ -80,6 +81,23 @@ def test_latent_rows_are_read_once():
     attention = 4 * 2 * config.num_heads * (40 + 32) * 8
     assert work.flops([(7, 1)], 1) == 2 * (_num_weights(config) - head) + 2 * head + attention
     assert Work(config, 2, "int8").position_bytes == 40 + 2 * 4  # scales of V and of the rest
+
+
+def test_rows_attend_to_what_an_indexer_chooses():
+    """Five positions at most, in two layers; the indexer of one reads all of its keys."""
+    shape = Latent(rank=32, rope_dim=8, nope_dim=16, v_dim=24, q_rank=16)
+    indexer = IndexConfig(3, 24, 5, is_interleaved=False, layers=(0,))
+    latent = replace(shape.layer(RopeConfig()), lists=True)
+    layers = tuple(each for i in range(2) for each in (latent, indexer.layer(i)))
+    config = replace(CONFIG, latent=shape, indexer=indexer, layers=layers, layers_per_block=2)
+    work, rows = Work(config, 2), 70
+    numbers = 2 * 40 * (5 + 5) + 24 * rows
+    assert work.num_bytes(rows, [60, 20]) == 2 * (_num_weights(config) + numbers)
+    head = config.vocab_size * config.hidden_size
+    attention = 2 * 2 * config.num_heads * (40 + 32) * (4 + 5 + 5)
+    index = 2 * 3 * 24 * (4 + 5 + 6)
+    products = 3 * 2 * (_num_weights(config) - head)
+    assert work.flops([(3, 3)], 1) == products + 2 * head + attention + index
 
 
 def test_rows_need_some_of_the_experts():

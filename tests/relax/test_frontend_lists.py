@@ -112,3 +112,16 @@ def test_wrong_tensors():
     arguments = {"qkv": row, "q": row, "positions": row, "cache": cache, "$": plain}
     with pytest.raises(ValueError, match="positions must be of type int32 and have 2 dimensions"):
         Wrong().export_tvm({"attend": arguments})
+
+
+def test_wrong_tensors_of_index_lanes():
+    class Wrong(Lists):
+        def attend(self, q: nn.Tensor, weights: nn.Tensor, cache: pkv.PagedKVCacheObject):
+            return cache.index_top_k(0, q, weights, 3)
+
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    cache = spec.Object(object_type=pkv.PagedKVCacheObject)
+    q, weights = spec.Tensor(["n", 2, 8], "float32"), spec.Tensor(["n", 2], "float16")
+    arguments = {"q": q, "weights": weights, "cache": cache, "$": plain}
+    with pytest.raises(ValueError, match="weights must be of type float32 and have 2 dimensions"):
+        Wrong().export_tvm({"attend": arguments})

@@ -81,7 +81,9 @@ class Decode:
         # The last token of a continuation needs no row: its predecessor's logits decide it.
         prompt = self.batch.prompts[c.prompt]
         room = self.batch.budget.max_new_tokens(prompt) - len(c.tokens) - 1
-        return c.lookup.draft(self.max_drafts, room)
+        # Rows that attend to chosen positions cannot be nodes of a tree that branches.
+        branches = self.batch.model.config.indexer is None
+        return c.lookup.draft(self.max_drafts, room, branches=branches)
 
     def _follow(
         self, c: Continuation, draft: Draft, logits: np.ndarray

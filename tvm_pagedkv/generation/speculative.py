@@ -111,7 +111,7 @@ class PromptLookup:
             length += 1
         return length
 
-    def draft(self, max_nodes: int, max_depth: int) -> Draft:
+    def draft(self, max_nodes: int, max_depth: int, *, branches: bool = True) -> Draft:
         """Return the most probable continuations as a token tree.
 
         Parameters
@@ -120,12 +120,14 @@ class PromptLookup:
             Maximum number of drafted tokens.
         max_depth : int
             Maximum number of drafted tokens on a path.
+        branches : bool
+            Whether a node may have several children; otherwise the best match alone is drafted.
         """
         end = len(self.tokens)
         tree = Draft([self.tokens[-1]])
         chances, rest = [1.0], [1.0]  # of a node; of none of its children so far
         children: list[dict[int, int]] = [{}]
-        for length, position in self.matches():
+        for length, position in self.matches()[: None if branches else 1]:
             node, period = 0, end - position
             for depth in range(max_depth):
                 # Beyond the end of the text, assume that it repeats.

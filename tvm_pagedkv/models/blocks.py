@@ -12,11 +12,14 @@ from ..relax import PagedKVCacheObject
 from . import kernels
 from .config import DecoderConfig
 from .latent import LatentAttention
+from .latent_choice import SparseLatentAttention
 from .mixers import mixer_of, share_of
 from .mlp import Mlp
 from .moe import MixtureOfExperts
 from .options import BuildOptions
 from .projections import Linear, SplitLinear
+
+KEPT_BESIDE = ("index", "linear")  # layers of the cache that belong to attention before them
 
 
 class Norm(nn.Module):
@@ -143,8 +146,18 @@ class Block(nn.Module):
 
         self.self_attn = self.mixer = self.mlp = None
         for spec in config.layers_of(layer):
-            if spec.kind == "mla":
+            if spec.kind == "mla" and config.indexer is not None:
+                self.self_attn = SparseLatentAttention(
+                    config,
+                    options,
+                    spec,
+                    f"{name}.self_attn",
+                    chooses=layer in config.indexer.layers,
+                )
+            elif spec.kind == "mla":
                 self.self_attn = LatentAttention(config, options, spec, f"{name}.self_attn")
+            elif spec.kind in KEPT_BESIDE:
+                continue
             elif spec.kind in KV_KINDS:
                 self.self_attn = Attention(config, options, f"{name}.self_attn", layer)
             else:
@@ -160,23 +173,36 @@ class Block(nn.Module):
         self.before_mlp = norm(config.norms.before_mlp)
         self.after_mlp = norm(config.norms.after_mlp)
 
-    def forward(self, x: nn.Tensor, cache: PagedKVCacheObject, layer: int) -> nn.Tensor:
-        """Run the layer, whose first layer of the cache is `layer`."""
+    def forward(
+        self,
+        x: nn.Tensor,
+        cache: PagedKVCacheObject,
+        layer: int,
+        chosen: nn.Tensor | None = None,
+    ) -> tuple[nn.Tensor, nn.Tensor | None]:
+        """Run the layer, whose first layer of the cache is `layer`.
+
+        `chosen` has the positions that the last indexer before this layer chose. They are returned
+        beside the rows, or what the layer's own indexer chooses.
+        """
 
         beside, behind = (self.mlp, None) if self.is_parallel else (None, self.mlp)
 
         def attend(inner: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
+            nonlocal chosen
             total, mixer_layer = residual, layer
-            if self.self_attn is not None:
+            if isinstance(self.self_attn, SparseLatentAttention):
+                total, chosen = self.self_attn(inner, total, cache, layer, chosen)
+            elif self.self_attn is not None:
                 total, mixer_layer = self.self_attn(inner, total, cache, layer), layer + 1
             if self.mixer is not None:
                 total = self.mixer(inner, total, cache, mixer_layer)
             return total if beside is None else beside(inner, total)
 
         x = _add(x, self.before_attention, attend, self.after_attention)
-        if behind is None:
-            return x
-        return _add(x, self.before_mlp, behind, self.after_mlp)
+        if behind is not None:
+            x = _add(x, self.before_mlp, behind, self.after_mlp)
+        return x, chosen
 
 
 def _add(x: nn.Tensor, before: Norm | None, compute, after: Norm | None) -> nn.Tensor:

@@ -119,6 +119,9 @@ def cache_config(
     ropes = [_in_mode(layer.rope or RopeConfig(), mode) for layer in config.layers]
     shares = [share_of(each, options.num_shards) for each in config.layers]
     layers = [replace(each, rope=rope) for each, rope in zip(shares, ropes, strict=True)]
+    layers = [
+        replace(each, kv_dtype=options.dtype) if each.kind == "index" else each for each in layers
+    ]
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
     return KVCacheConfig(
         num_layers=len(layers),

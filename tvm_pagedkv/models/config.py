@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import KV_KINDS, MHA_KINDS, LayerSpec, RopeConfig
 from .expert_config import Experts
+from .index_config import IndexConfig
 from .latent_config import Latent
 
 
@@ -143,7 +144,7 @@ class DecoderConfig:
         Kind, window, rotary embedding and state of each layer of the cache.
     layers_per_block : int
         Number of consecutive ones that belong to one layer of the model: 2 where attention and a
-        recurrence run side by side, in this order.
+        recurrence run side by side, in this order, or where index keys are kept beside attention.
     context_length : int
         Maximum number of positions that the model was trained for.
     norm_eps : float
@@ -162,6 +163,8 @@ class DecoderConfig:
     query_scale : QueryScale, optional
     latent : Latent, optional
         The widths of multi-head latent attention (MLA), in layers of kind "mla".
+    indexer : IndexConfig, optional
+        What chooses the positions that rows attend to; None: they attend to all.
     attention_gate : bool
         Whether the output of attention is multiplied by the sigmoid of a gate, whose rows follow
         those of each head in the projection of Q.
@@ -215,6 +218,7 @@ class DecoderConfig:
     qk_norm_layers: tuple[int, ...] | None = None
     query_scale: QueryScale | None = None
     latent: Latent | None = None
+    indexer: IndexConfig | None = None
     attention_gate: bool = False
     sink_logits: bool = False
     interleaved_rope: bool = False

@@ -53,8 +53,10 @@ class Decoder(nn.Module):
         return look_up(self.vocabulary, ids, weight, dtype, scale)
 
     def hidden(self, x: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
+        chosen = None
         for index, layer in enumerate(self.layers):
-            x = layer(x, cache, self.first_layer + index * self.config.layers_per_block)
+            first = self.first_layer + index * self.config.layers_per_block
+            x, chosen = layer(x, cache, first, chosen)
         return x
 
     def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:

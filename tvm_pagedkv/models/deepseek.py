@@ -39,13 +39,7 @@ def deepseek_v3(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def glm4_moe_lite(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of GLM-4.7-Flash."""
-    kinds = fields.get("mlp_layer_types")
-    if kinds is not None:
-        num_dense = sum(kind == "dense" for kind in kinds)
-        if kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense):
-            raise ValueError(f"mlp_layer_types must be dense, then sparse, got {kinds!r}")
-        fields = {**fields, "first_k_dense_replace": num_dense}
-    return deepseek_v3({"first_k_dense_replace": 1, **fields})
+    return deepseek_v3({"first_k_dense_replace": 1, **with_dense_layers(fields)})
 
 
 def mistral4(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -63,6 +57,17 @@ def mistral4(fields: Mapping[str, Any]) -> DecoderConfig:
     experts = _experts(fields, "softmax", 0, normalizes=normalizes, names=names)
     fields = {**fields, "rope_parameters": rope}
     return _decoder(fields, experts, read.flag(fields, "rope_interleave", True), growth)
+
+
+def with_dense_layers(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with the number of dense layers, which newer files list by layer."""
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        return fields
+    num_dense = sum(kind == "dense" for kind in kinds)
+    if kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense):
+        raise ValueError(f"mlp_layer_types must be dense, then sparse, got {kinds!r}")
+    return {**fields, "first_k_dense_replace": num_dense}
 
 
 def _experts(fields: Mapping[str, Any], scores: str, num_dense: int, **how: Any) -> Experts:

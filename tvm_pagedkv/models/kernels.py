@@ -117,7 +117,7 @@ def qk_norm(
     return rows_kernel(arguments, body, target)
 
 
-def normalize(buffers, row, begin, how, residual=None, *, subtracts_mean=False) -> None:
+def normalize(buffers, row, begin, how, residual=None, *, bias=None, subtracts_mean=False) -> None:
     """Norm of columns of a row: (x, weight, out), and (width, epsilon, target)."""
     (x, weight, out), (width, epsilon, target) = buffers, how
     lanes = math.gcd(width, target.lanes)
@@ -142,6 +142,8 @@ def normalize(buffers, row, begin, how, residual=None, *, subtracts_mean=False) 
         at = [row, j * lanes + begin]
         value = centered(load(x, at, lanes)) * broadcast(scale, lanes)
         value = value * load(weight, [j * lanes], lanes)
+        if bias is not None:
+            value = value + load(bias, [j * lanes], lanes)
         if residual is not None:
             value = value + load(residual, at, lanes)
         store(out, at, lanes, value)

@@ -30,8 +30,8 @@ from .weight_parts import Output, Part, Weight, columns, rows, vector
 NORM_EPSILON = 1e-6  # of compressed Q, K and V, whatever the norms of layers have
 
 
-class LatentAttention(nn.Module):
-    """The projections around the cache's attention to latent rows."""
+class LatentProjections(nn.Module):
+    """The projections around absorbed attention to latent rows."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
         assert config.latent is not None
@@ -52,25 +52,66 @@ class LatentAttention(nn.Module):
         self.kv_down = linear(hidden, shape.width, "kv_down", config.qkv_bias)
         self.kv_norm = nn.Parameter((shape.rank,), "float32")
 
-        self.k_up, self.v_up, self.q_absorb = (
-            HeadLinear(heads, width, out, options, f"{name}.{part}")
-            for part, width, out in (
-                ("k_up", shape.rank, shape.nope_dim),
-                ("v_up", shape.rank, shape.v_dim),
-                ("q_absorb", shape.nope_dim, shape.rank),
-            )
-        )
+        self.v_up = HeadLinear(heads, shape.rank, shape.v_dim, options, f"{name}.v_up")
+        self.q_absorb = HeadLinear(heads, shape.nope_dim, shape.rank, options, f"{name}.q_absorb")
         self.o_proj = SplitLinear(
             heads * shape.v_dim, hidden, options, config.o_bias, name=f"{name}.o_proj"
         )
+
+    def rows(self, x: nn.Tensor, positions: nn.Tensor) -> list[nn.Tensor]:
+        """Return the compressed K and V, and the rows of the cache."""
+        options, shape = self.options, self.shape
+        kernel = latent_rows(shape, NORM_EPSILON, self.rope, options.dtype, options.vector)
+        outs = [
+            nn.Tensor.placeholder((x.shape[0], width), options.dtype)
+            for width in (shape.rank, shape.width)
+        ]
+        return list(op.tensor_ir_op(kernel, "latent_rows", [x, self.kv_norm, positions], outs))
+
+    def compress_q(self, x: nn.Tensor) -> nn.Tensor:
+        """Return what Q is projected from: the hidden state, or the compressed Q."""
+        shape, options = self.shape, self.options
+        if self.q_down is None:
+            return x
+        assert shape.q_rank is not None
+        x = self.q_down(x)
+        kernel = kernels.norm(shape.q_rank, NORM_EPSILON, options.dtype, options.vector)
+        return op.tensor_ir_op(kernel, "norm", [x, self.q_norm], x)
+
+    def queries(self, x: nn.Tensor, positions: nn.Tensor) -> list[nn.Tensor]:
+        """Return Q for rows of this step, and Q for rows of the cache, of the compressed Q."""
+        n, shape, heads, options = x.shape[0], self.shape, self.num_heads, self.options
+        nope = self.q_nope(x)
+        absorbed = self.q_absorb.of_each(op.reshape(nope, (n * heads, shape.nope_dim)))
+        inputs = [
+            op.reshape(nope, (n, heads, shape.nope_dim)),
+            op.reshape(self.q_rope(x), (n, heads, shape.rope_dim)),
+            op.reshape(absorbed, (n, heads, shape.rank)),
+            positions,
+        ]
+        kernel = latent_queries(shape, heads, self.rope, options.dtype, options.vector)
+        outs = [
+            nn.Tensor.placeholder((n, heads, width), options.dtype)
+            for width in (shape.qk_dim, shape.width)
+        ]
+        return list(op.tensor_ir_op(kernel, "latent_queries", inputs, outs))
+
+
+class LatentAttention(LatentProjections):
+    """Attention to all positions: to the rows of this step by heads, and to the past absorbed."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
+        super().__init__(config, options, layer, name)
+        shape = self.shape
+        self.k_up = HeadLinear(self.num_heads, shape.rank, shape.nope_dim, options, f"{name}.k_up")
 
     def forward(
         self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
     ) -> nn.Tensor:
         n, shape, heads = x.shape[0], self.shape, self.num_heads
         positions = cache.get_query_positions(n)
-        compressed, latent = self._rows(self.kv_down(x), positions)
-        q, q_latent = self._queries(x, positions)
+        compressed, latent = self.rows(self.kv_down(x), positions)
+        q, q_latent = self.queries(self.compress_q(x), positions)
         k, v = self._keys(compressed, latent), self.v_up.of_shared(compressed)
         cache = cache.append_mla_kv(layer, op.reshape(latent, (1, n, 1, shape.width)))
         parts = [(q, shape.qk_dim), (k, shape.qk_dim), (v, shape.v_dim)]
@@ -90,39 +131,6 @@ class LatentAttention(nn.Module):
         merged = op.tensor_ir_op(kernel, "merge_states", states, out)
         return self.o_proj(op.reshape(merged, (n, heads * shape.v_dim)), residual)
 
-    def _rows(self, x: nn.Tensor, positions: nn.Tensor) -> list[nn.Tensor]:
-        """Return the compressed K and V, and the rows of the cache."""
-        options, shape = self.options, self.shape
-        kernel = latent_rows(shape, NORM_EPSILON, self.rope, options.dtype, options.vector)
-        outs = [
-            nn.Tensor.placeholder((x.shape[0], width), options.dtype)
-            for width in (shape.rank, shape.width)
-        ]
-        return list(op.tensor_ir_op(kernel, "latent_rows", [x, self.kv_norm, positions], outs))
-
-    def _queries(self, x: nn.Tensor, positions: nn.Tensor) -> list[nn.Tensor]:
-        """Return Q for rows of this step, and Q for rows of the cache."""
-        n, shape, heads, options = x.shape[0], self.shape, self.num_heads, self.options
-        if self.q_down is not None:
-            assert shape.q_rank is not None
-            x = self.q_down(x)
-            kernel = kernels.norm(shape.q_rank, NORM_EPSILON, options.dtype, options.vector)
-            x = op.tensor_ir_op(kernel, "norm", [x, self.q_norm], x)
-        nope = self.q_nope(x)
-        absorbed = self.q_absorb.of_each(op.reshape(nope, (n * heads, shape.nope_dim)))
-        inputs = [
-            op.reshape(nope, (n, heads, shape.nope_dim)),
-            op.reshape(self.q_rope(x), (n, heads, shape.rope_dim)),
-            op.reshape(absorbed, (n, heads, shape.rank)),
-            positions,
-        ]
-        kernel = latent_queries(shape, heads, self.rope, options.dtype, options.vector)
-        outs = [
-            nn.Tensor.placeholder((n, heads, width), options.dtype)
-            for width in (shape.qk_dim, shape.width)
-        ]
-        return list(op.tensor_ir_op(kernel, "latent_queries", inputs, outs))
-
     def _keys(self, compressed: nn.Tensor, latent: nn.Tensor) -> nn.Tensor:
         """Return K of each head."""
         n, shape, heads, options = latent.shape[0], self.shape, self.num_heads, self.options
@@ -137,7 +145,16 @@ def _rope_spec(rope: RopeConfig, shape: Latent) -> RopeSpec:
 
 
 def latent_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the source of every weight of latent attention."""
+    """Yield the name and the source of every weight of `LatentAttention`."""
+    assert config.latent is not None
+    yield from projection_weights(config, ours, theirs)
+    yield f"{ours}.k_up.weight", _of_heads(config, theirs, 0, config.latent.nope_dim)
+
+
+def projection_weights(
+    config: DecoderConfig, ours: str, theirs: str
+) -> Iterator[tuple[str, Weight]]:
+    """Yield the name and the source of every weight of `LatentProjections`."""
     assert config.latent is not None
     shape, heads, hidden = config.latent, config.num_heads, config.hidden_size
     paired = shape.rope_dim if shape.is_interleaved else 0
@@ -160,19 +177,24 @@ def latent_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tu
     ]
     yield from rows(f"{ours}.kv_down", theirs, down, hidden, bias=config.qkv_bias)
     yield vector(f"{ours}.kv_norm", f"{theirs}.kv_a_layernorm.weight", shape.rank)
-    of_head = shape.nope_dim + shape.v_dim
-
-    def of_heads(begin: int, count: int, as_columns: bool = False) -> Weight:
-        whole = (heads * of_head, shape.rank)
-        starts = (head * of_head + begin for head in range(heads))
-        parts = tuple(
-            Part(f"{theirs}.kv_b_proj.weight", whole, (start, start + count), as_columns=as_columns)
-            for start in starts
-        )
-        return Weight(parts, True, heads=heads)
-
-    yield f"{ours}.k_up.weight", of_heads(0, shape.nope_dim)
-    yield f"{ours}.v_up.weight", of_heads(shape.nope_dim, shape.v_dim)
-    yield f"{ours}.q_absorb.weight", of_heads(0, shape.nope_dim, as_columns=True)
+    yield f"{ours}.v_up.weight", _of_heads(config, theirs, shape.nope_dim, shape.v_dim)
+    absorbed = _of_heads(config, theirs, 0, shape.nope_dim, as_columns=True)
+    yield f"{ours}.q_absorb.weight", absorbed
     out = f"{ours}.o_proj", f"{theirs}.{config.names.attention_output}"
     yield from columns(*out, (hidden, heads * shape.v_dim), bias=config.o_bias)
+
+
+def _of_heads(
+    config: DecoderConfig, theirs: str, begin: int, count: int, *, as_columns: bool = False
+) -> Weight:
+    """Return a matrix for each head: some rows of what K and V of the head are projected with."""
+    assert config.latent is not None
+    shape, heads = config.latent, config.num_heads
+    of_head = shape.nope_dim + shape.v_dim
+    whole = (heads * of_head, shape.rank)
+    starts = (head * of_head + begin for head in range(heads))
+    parts = tuple(
+        Part(f"{theirs}.kv_b_proj.weight", whole, (start, start + count), as_columns=as_columns)
+        for start in starts
+    )
+    return Weight(parts, True, heads=heads)

@@ -159,6 +159,8 @@ class ParallelModel:
                 f"{source.path}"
             )
         indptr = resolve_stages(stages, config.num_layers)
+        if config.indexer is not None:
+            config.indexer.check_stages(indptr)
         num_stages = len(indptr) - 1
         # Compiled here, so that the workers find the files in the disk cache.
         options = [

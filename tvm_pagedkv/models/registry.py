@@ -17,6 +17,7 @@ from ..config import DTYPES
 from .cohere2 import cohere2
 from .config import DecoderConfig, read_json
 from .deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4
+from .deepseek_sparse import deepseek_v32, glm_moe_dsa
 from .exaone4 import exaone4
 from .falcon_h1 import falcon_h1
 from .fields import token_ids
@@ -62,6 +63,8 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek_v3),
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", glm4_moe_lite),
     "Mistral4ForCausalLM": ("mistral4", mistral4),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", deepseek_v32),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", glm_moe_dsa),
     "MiniMaxM2ForCausalLM": ("minimax_m2", minimax_m2),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", with_pictures(qwen3_5)),

@@ -14,7 +14,8 @@ from .weights import Weight, weights
 CHOICES = ("auto", "float", "int8", "int4")
 _VOCABULARY = ("embed_tokens", "lm_head.weight")
 _GATES = ".gates.weight"  # decays and rates of recurrences, of which there are few
-_NEVER = (".router.weight", ".shared_gate.weight")  # they choose and weight experts
+# They choose and weight experts, and index heads.
+_NEVER = (".router.weight", ".shared_gate.weight", ".head_weights.weight")
 
 
 def check_weights(choice: str) -> None:

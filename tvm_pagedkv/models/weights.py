@@ -15,9 +15,11 @@ from tir_kernels.spec import ITEMSIZE
 from .._huge_pages import HUGE_PAGE_BYTES, huge_zeros
 from .._progress import report
 from ..config import KV_KINDS
+from .blocks import KEPT_BESIDE
 from .config import DecoderConfig
 from .decoder import Decoder
 from .latent import latent_weights
+from .latent_choice import sparse_latent_weights
 from .mixers import mixer_of
 from .mlp import mlp_weights
 from .moe import moe_weights
@@ -47,8 +49,14 @@ def _layer(config: DecoderConfig, ours: str, index: int) -> Iterator[tuple[str, 
     names, theirs = config.names, f"{config.names.model}.layers.{index}"
     for spec in config.layers_of(index):
         if spec.kind == "mla":
-            attention = f"{theirs}.{names.attention}"
-            yield from latent_weights(config, f"{ours}.self_attn", attention)
+            attention = f"{ours}.self_attn", f"{theirs}.{names.attention}"
+            if config.indexer is None:
+                yield from latent_weights(config, *attention)
+            else:
+                chooses = index in config.indexer.layers
+                yield from sparse_latent_weights(config, *attention, chooses=chooses)
+        elif spec.kind in KEPT_BESIDE:
+            continue
         elif spec.kind in KV_KINDS:
             yield from _attention(config, f"{ours}.self_attn", f"{theirs}.{names.attention}")
         else:

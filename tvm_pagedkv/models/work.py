@@ -10,7 +10,7 @@ import numpy as np
 from tir_kernels.codec import Codec, CodecPair
 
 from .._codecs import codec_of
-from ..config import KV_KINDS
+from ..config import KV_KINDS, LayerSpec
 from .config import DecoderConfig
 from .weights import weights
 
@@ -40,9 +40,10 @@ class Work:
         expert_bytes: int | None = None,
     ):
         c, self.experts = config, config.experts
-        attention = [layer for layer in c.layers if layer.kind in KV_KINDS]
+        keeping = [layer for layer in c.layers if layer.kind in KV_KINDS]
+        attention = [layer for layer in keeping if layer.kind != "index"]
         states = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
-        self.windows = [(layer.kind, layer.window) for layer in attention]
+        self.windows = [(layer.kind, _limit(c, layer)) for layer in attention]
         matrices = [
             (sum(part.size for part in weight.parts), weight.experts > 1)
             for name, weight in weights(c, range(c.num_layers))
@@ -67,10 +68,14 @@ class Work:
         self.width = c.head_dim * c.num_heads
         if c.latent is not None:
             self.width = (c.latent.width + c.latent.rank) * c.num_heads // 2
+        # A pair of a row and a position multiplies all index heads with a key.
+        dims = 0 if c.indexer is None else c.indexer.dim * len(c.indexer.layers)
+        self.index_width = 0 if c.indexer is None else c.indexer.num_heads * dims
+        self.index_bytes = dims * itemsize
         self.position_bytes = _position_bytes(c, itemsize, codec_of(kv_dtype or ""))
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
-        """Return the flops of a step in linear layers, attention and recurrences.
+        """Return the flops of a step in linear layers, attention, indexers and recurrences.
 
         A token takes each number of a state through a decay, an update and a read: 5 flops.
 
@@ -86,6 +91,7 @@ class Work:
             lengths = np.arange(past + 1, past + rows + 1)
             pairs = sum(self._seen(lengths))
             total += 2 * self.row_weights * rows + 4 * self.width * pairs
+            total += 2 * self.index_width * int(lengths.sum())
             total += 5 * self.state_numbers * rows
         return total
 
@@ -109,7 +115,8 @@ class Work:
         state_bytes = 2 * 4 * self.state_numbers * len(lengths)
         weight_bytes = self.weight_bytes - self.expert_bytes
         weight_bytes += int(self.expert_bytes * self._share_of_experts(len(lengths)))
-        return weight_bytes + self.position_bytes * rows + state_bytes
+        position_bytes = self.position_bytes * rows + self.index_bytes * positions
+        return weight_bytes + position_bytes + state_bytes
 
     def _share_of_experts(self, rows: int) -> float:
         """Return the largest share of a layer's experts that so many rows can choose."""
@@ -121,6 +128,11 @@ class Work:
         """Return for each layer the positions that the last rows of all sequences see, summed."""
         seen = {each: _num_seen(lengths, *each) for each in set(self.windows)}
         return [seen[each] for each in self.windows]
+
+
+def _limit(c: DecoderConfig, layer: LayerSpec) -> int | None:
+    """Return how many positions a row of a layer attends to at most; None: all."""
+    return c.indexer.num_chosen if c.indexer is not None else layer.window
 
 
 def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:

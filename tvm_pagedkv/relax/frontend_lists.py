@@ -87,6 +87,39 @@ class ListMethods(Object):
         o, lse = (relax.BlockBuilder.current().emit(relax.TupleGetItem(both, i)) for i in range(2))
         return Tensor(_expr=o), Tensor(_expr=lse)
 
+    def index_top_k(
+        self, layer_id: int, q: Tensor, weights: Tensor, k: int, scale: float = 1.0
+    ) -> Tensor:
+        """Choose for each row the positions whose index scores are largest.
+
+        The score of a position is the sum over the index heads of
+        ``weight * max(0, scale * (q . key))``, in float32.
+
+        Parameters
+        ----------
+        layer_id : int
+            A layer of kind "index", which has appended the keys of this step.
+        q : ``[T, num_heads, dim]``
+        weights : float32 ``[T, num_heads]``
+        k : int
+            Positions that a row may list.
+
+        Returns
+        -------
+        positions : int32 ``[T, k]``
+            For the methods above: in order, of those that the row sees, then -1.
+
+        Raises
+        ------
+        ValueError
+            If a tensor has another number of dimensions or another dtype.
+        """
+        _check("q", q, 3, q.dtype)
+        _check("weights", weights, 2, "float32")
+        out = relax.TensorType((q.shape[0], k), "int32")
+        name = "pagedkv.index_top_k"
+        return Tensor(_expr=self._call_with_lists(name, layer_id, scale, [q, weights], out))
+
     def _call_with_lists(
         self,
         name: str,

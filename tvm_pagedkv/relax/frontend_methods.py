@@ -100,6 +100,40 @@ class PagedKVCacheObject(StateMethods, ListMethods, _PagedKVCacheBase):
             (b, s, q.shape[2], current_v.shape[3]),
         )
 
+    def append_mla_kv(self, layer_id: int, kv: Tensor) -> PagedKVCacheObject:
+        """Append this step's latent rows of a layer.
+
+        Parameters
+        ----------
+        layer_id : int
+        kv : ``[b, s, 1, qk_head_dim]``
+
+        Returns
+        -------
+        PagedKVCacheObject
+            The cache, for what reads these rows.
+        """
+        appended = super().append_mla_kv(layer_id, kv)
+        return PagedKVCacheObject(_expr=appended._expr, _name="paged_kv_cache")
+
+    def append_index(self, layer_id: int, keys: Tensor) -> PagedKVCacheObject:
+        """Append this step's index keys of an index lane.
+
+        Parameters
+        ----------
+        layer_id : int
+            A layer of kind "index".
+        keys : ``[T, qk_head_dim]``
+            As they are multiplied with Q: normalized and rotated by the model.
+
+        Returns
+        -------
+        PagedKVCacheObject
+            The cache, for `index_top_k`.
+        """
+        rows, dim = keys.shape
+        return self.append_mla_kv(layer_id, keys.reshape(1, rows, 1, dim))
+
     def _with_sinks(
         self,
         name: str,

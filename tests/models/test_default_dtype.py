@@ -31,6 +31,8 @@ SHAPE = {
 }
 OF_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OF_FAMILIES = {
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
+    "Gemma3nForConditionalGeneration": {"num_kv_shared_layers": 0},
     "DeepseekV2ForCausalLM": OF_EXPERTS,
     "DeepseekV3ForCausalLM": OF_EXPERTS,
     "Glm4MoeLiteForCausalLM": OF_EXPERTS,
@@ -51,7 +53,7 @@ def test_only_float16_has_exceptions(architecture, stored):
     if architecture.startswith("Gemma"):
         fields["sliding_window"] = 8
     fields = SHAPE | fields | OF_FAMILIES.get(architecture, {}) | {"dtype": stored}
-    if architecture.endswith("ForConditionalGeneration") and architecture.startswith("Qwen3_5"):
+    if architecture.endswith("ForConditionalGeneration"):
         fields = {"text_config": fields}
     config = config_from_fields({"architectures": [architecture], **fields})
     found = [default_dtype(config, target) for target in (WITH_F16, WITHOUT_F16)]

@@ -80,7 +80,7 @@ def test_latent_rows_are_read_once():
     head = config.vocab_size * config.hidden_size
     attention = 4 * 2 * config.num_heads * (40 + 32) * 8
     assert work.flops([(7, 1)], 1) == 2 * (_num_weights(config) - head) + 2 * head + attention
-    assert Work(config, 2, "int8").position_bytes == 40 + 2 * 4  # scales of V and of the rest
+    assert Work(config, 2, "int8").position_bytes[0] == 40 + 2 * 4  # scales of V and of the rest
 
 
 def test_rows_attend_to_what_an_indexer_chooses():
@@ -108,7 +108,7 @@ def test_rows_need_some_of_the_experts():
     expert *= 4 * config.hidden_size
     work = Work(config, 2)
     for rows, chosen in ((1, 2), (3, 6), (5, 8)):
-        expected = dense + chosen * expert + work.position_bytes * 4 * 7 * rows
+        expected = dense + chosen * expert + work.position_bytes[0] * 4 * 7 * rows
         assert work.num_bytes(7 * rows, [7] * rows) == expected
     attention = 4 * 4 * config.num_heads * config.head_dim
     assert work.flops([(0, 1)], 1) == dense + 2 * expert + attention

@@ -38,7 +38,7 @@ def write_checkpoint(folder: Path, model_type: str, fields: dict, **save):
         if parameter.ndim == 1 or name.endswith("_bias"):  # which begin as zeros and ones
             parameter.data += torch.randn_like(parameter) * 0.2
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # begins as zeros
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):  # begin as zeros and ones
             buffer += torch.randn_like(buffer) * 0.2
     model.save_pretrained(folder, **save)
     write_tokenizer(folder)

@@ -10,6 +10,8 @@ from tvm.relax.frontend.nn import op
 from ..config import KV_KINDS
 from ..relax import PagedKVCacheObject
 from . import kernels
+from .altup import AltUpLayer, Laurel
+from .beside_mlp import ExpertsBesideMlp
 from .config import DecoderConfig
 from .latent import LatentAttention
 from .latent_choice import SparseLatentAttention
@@ -17,7 +19,9 @@ from .mixers import mixer_of, share_of
 from .mlp import Mlp
 from .moe import MixtureOfExperts
 from .options import BuildOptions
+from .per_layer import PerLayerInput
 from .projections import Linear, SplitLinear
+from .shared_kv import Heads, SharedAttention, StepRows
 
 KEPT_BESIDE = ("index", "linear")  # layers of the cache that belong to attention before them
 
@@ -30,28 +34,36 @@ class Norm(nn.Module):
         self.options, self.subtracts_mean = options, config.norm_subtracts_mean
         self.weight = nn.Parameter((self.features,), "float32")
 
-    def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
+    def forward(
+        self, x: nn.Tensor, residual: nn.Tensor | None = None, scale: nn.Tensor | None = None
+    ) -> nn.Tensor:
+        """Return the norm plus the residual, times a scale float32 [1]."""
         kernel = kernels.norm(
             self.features,
             self.epsilon,
             self.options.dtype,
             self.options.vector,
             residual=residual is not None,
+            scaled=scale is not None,
             subtracts_mean=self.subtracts_mean,
         )
-        inputs = [x, self.weight] + ([] if residual is None else [residual])
+        inputs = [x, self.weight, *(each for each in (residual, scale) if each is not None)]
         out = nn.Tensor.placeholder(x.shape, self.options.dtype)
         return op.tensor_ir_op(kernel, "norm", inputs, out)
 
 
 class QkNorm(nn.Module):
-    """RMS norm of Q and K in rows of Q, K and V: per head, or over all heads."""
+    """RMS norm of Q, K and V in rows of them: per head, or of Q and K over all heads."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions):
+    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: int):
         self.options, self.epsilon = options, config.norm_eps
-        num_q, num_k = (x // options.num_shards for x in (config.num_heads, config.num_kv_heads))
-        dim = config.head_dim
+        heads = config.num_heads, config.kv_heads_of(layer)
+        num_q, num_k = (count // options.num_shards for count in heads)
+        dim = config.head_dim_of(layer)
         self.v_width = num_k * dim
+        self.v = "as_is"
+        if config.v_norm:
+            self.v = "unit_of_k" if layer in config.v_of_k else "unit"
         has_weights = config.qk_norm != "unit"
         if config.qk_norm != "projection":
             self.q, self.k = (num_q, dim), (num_k, dim)
@@ -67,9 +79,10 @@ class QkNorm(nn.Module):
     def forward(self, qkv: nn.Tensor) -> nn.Tensor:
         options = self.options
         kernel = kernels.qk_norm(
-            self.q, self.k, self.v_width, self.epsilon, options.dtype, options.vector
+            self.q, self.k, self.v_width, self.epsilon, options.dtype, options.vector, v=self.v
         )
-        out = nn.Tensor.placeholder(qkv.shape, options.dtype)
+        width = sum(count * width for count, width in (self.q, self.k)) + self.v_width
+        out = nn.Tensor.placeholder((qkv.shape[0], width), options.dtype)
         return op.tensor_ir_op(kernel, "qk_norm", [qkv, self.q_weight, self.k_weight], out)
 
 
@@ -77,14 +90,19 @@ class Attention(nn.Module):
     """The projections before and after the cache's attention."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions, name: str, layer: int):
-        self.num_heads, self.head_dim = config.num_heads // options.num_shards, config.head_dim
-        self.num_rows = self.num_heads + 2 * (config.num_kv_heads // options.num_shards)
+        self.num_heads = config.num_heads // options.num_shards
+        self.num_kv_heads = config.kv_heads_of(layer) // options.num_shards
+        self.head_dim = config.head_dim_of(layer)
+        self.num_rows = self.num_heads + 2 * self.num_kv_heads
         self.scale, width, self.options = config.sm_scale, config.hidden_size, options
-        rows = self.num_rows * self.head_dim
+        is_source = layer in dict(config.shared_kv).values()
+        self.shared = Heads(config, options, layer) if is_source else None
+        num_projected = self.num_rows - (self.num_kv_heads if layer in config.v_of_k else 0)
+        rows = num_projected * self.head_dim
         self.qkv_proj = Linear(width, rows, options, config.qkv_bias, name=f"{name}.qkv_proj")
         self.qk_norm = self.query_scale = None
         if config.qk_norm and (config.qk_norm_layers is None or layer in config.qk_norm_layers):
-            self.qk_norm = QkNorm(config, options)
+            self.qk_norm = QkNorm(config, options, layer)
         if config.query_scale is not None and layer in config.query_scale.layers:
             self.query_scale = config.query_scale
         self.gate = self.sinks = None
@@ -98,13 +116,23 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
+        self,
+        x: nn.Tensor,
+        residual: nn.Tensor | None,
+        cache: PagedKVCacheObject,
+        layer: int,
+        step: StepRows,
     ) -> nn.Tensor:
         n, qkv = x.shape[0], self.qkv_proj(x)
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         if self.query_scale is not None:
             qkv = self._scale_queries(qkv, cache.get_query_positions(n))
+        if self.shared is not None:
+            count = self.num_kv_heads
+            k = self.shared.take(qkv, self.num_heads, count, cache)
+            v = self.shared.take(qkv, self.num_heads + count, count, cache, rotates=False)
+            step.shared_kv[layer] = k, v
         qkv = op.reshape(qkv, (1, n, self.num_rows, self.head_dim))
         out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, self.scale, self.sinks)
         q_width = self.num_heads * self.head_dim
@@ -145,8 +173,11 @@ class Block(nn.Module):
             return Norm(config, options) if name else None
 
         self.self_attn = self.mixer = self.mlp = None
+        source = config.source_of(layer)
         for spec in config.layers_of(layer):
-            if spec.kind == "mla" and config.indexer is not None:
+            if source is not None:
+                self.self_attn = SharedAttention(config, options, f"{name}.self_attn", source)
+            elif spec.kind == "mla" and config.indexer is not None:
                 self.self_attn = SparseLatentAttention(
                     config,
                     options,
@@ -166,7 +197,18 @@ class Block(nn.Module):
         if config.has_experts(layer):
             self.mlp = MixtureOfExperts(config, options, f"{name}.mlp")
         elif config.intermediate_size:
-            self.mlp = Mlp(config, options, f"{name}.mlp", config.intermediate_size)
+            deviations = dict(config.sparse_layers).get(layer)
+            self.mlp = Mlp(config, options, f"{name}.mlp", config.width_of(layer), deviations)
+        self.beside_mlp = self.altup = self.laurel = self.inputs = self.scale = None
+        if config.has_experts_beside_mlp:
+            self.beside_mlp = ExpertsBesideMlp(config, options, f"{name}.beside_mlp")
+        if config.altup is not None:
+            self.altup = AltUpLayer(config, options, f"{name}.altup")
+            self.laurel = Laurel(config, options, f"{name}.laurel")
+        if config.per_layer_inputs is not None:
+            self.inputs = PerLayerInput(config, options, f"{name}.inputs", layer)
+        if config.layer_scale:
+            self.scale = nn.Parameter((1,), "float32")
         self.is_parallel = config.parallel_mlp
         self.before_attention = norm(config.norms.before_attention)
         self.after_attention = norm(config.norms.after_attention)
@@ -174,38 +216,67 @@ class Block(nn.Module):
         self.after_mlp = norm(config.norms.after_mlp)
 
     def forward(
-        self,
-        x: nn.Tensor,
-        cache: PagedKVCacheObject,
-        layer: int,
-        chosen: nn.Tensor | None = None,
-    ) -> tuple[nn.Tensor, nn.Tensor | None]:
-        """Run the layer, whose first layer of the cache is `layer`.
+        self, x: nn.Tensor, cache: PagedKVCacheObject, layer: int, step: StepRows
+    ) -> nn.Tensor:
+        """Run the layer, whose first layer of the cache is `layer`."""
+        if self.altup is None:
+            x = self._run(x, cache, layer, step)
+            if self.inputs is not None:
+                assert step.inputs is not None
+                x = self.inputs(x, step.inputs, x, self.scale)
+            return x
+        predicted = self.altup.predict(x)
+        computed = self._run(self.altup.active(predicted), cache, layer, step)
+        x = self.altup.correct(predicted, computed)
+        if self.inputs is None:
+            return x
+        assert step.inputs is not None
+        active = self.altup.active(x, self.altup.scale)
+        return self.altup.add(x, self.inputs(active, step.inputs, None, None))
 
-        `chosen` has the positions that the last indexer before this layer chose. They are returned
-        beside the rows, or what the layer's own indexer chooses.
-        """
-
+    def _run(
+        self, x: nn.Tensor, cache: PagedKVCacheObject, layer: int, step: StepRows
+    ) -> nn.Tensor:
+        """Return the rows behind attention and the MLP."""
         beside, behind = (self.mlp, None) if self.is_parallel else (None, self.mlp)
 
         def attend(inner: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
-            nonlocal chosen
             total, mixer_layer = residual, layer
             if isinstance(self.self_attn, SparseLatentAttention):
-                total, chosen = self.self_attn(inner, total, cache, layer, chosen)
+                total, step.chosen = self.self_attn(inner, total, cache, layer, step.chosen)
             elif self.self_attn is not None:
-                total, mixer_layer = self.self_attn(inner, total, cache, layer), layer + 1
+                total = self.self_attn(inner, total, cache, layer, step)
+                mixer_layer = layer + 1
             if self.mixer is not None:
                 total = self.mixer(inner, total, cache, mixer_layer)
             return total if beside is None else beside(inner, total)
 
-        x = _add(x, self.before_attention, attend, self.after_attention)
-        if behind is not None:
-            x = _add(x, self.before_mlp, behind, self.after_mlp)
-        return x, chosen
+        inner = x if self.before_attention is None else self.before_attention(x)
+        x = _add(x, inner, attend, self.after_attention)
+        if self.laurel is not None:
+            x = self.laurel(x, inner)
+        if behind is None:
+            return x
+        inner, rows = x if self.before_mlp is None else self.before_mlp(x), x
+
+        def compute(inner: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
+            if self.beside_mlp is None:
+                return behind(inner, residual)
+            return self.beside_mlp(rows, behind(inner, residual))
+
+        scale = None if self.inputs is not None else self.scale
+        return _add(x, inner, compute, self.after_mlp, scale)
 
 
-def _add(x: nn.Tensor, before: Norm | None, compute, after: Norm | None) -> nn.Tensor:
-    """Return ``x + after(compute(before(x)))``; the last kernel of the chain adds x."""
-    inner = x if before is None else before(x)
-    return compute(inner, x) if after is None else after(compute(inner, None), x)
+def _add(
+    x: nn.Tensor,
+    inner: nn.Tensor,
+    compute,
+    after: Norm | None,
+    scale: nn.Tensor | None = None,
+) -> nn.Tensor:
+    """Return ``(x + after(compute(inner))) * scale``; the last kernel of the chain adds x."""
+    if after is None:
+        assert scale is None
+        return compute(inner, x)
+    return after(compute(inner, None), x, scale)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import KV_KINDS, MHA_KINDS, LayerSpec, RopeConfig
+from ..config import MHA_KINDS, LayerSpec, RopeConfig
+from .altup_config import AltUp, PerLayerInputs
 from .expert_config import Experts
 from .index_config import IndexConfig
 from .latent_config import Latent
@@ -141,7 +142,8 @@ class DecoderConfig:
     num_heads, num_kv_heads, head_dim : int
         Number of query heads and of KV heads, and the width of a head.
     layers : tuple of LayerSpec
-        Kind, window, rotary embedding and state of each layer of the cache.
+        Kind, window, rotary embedding and state of each layer of the cache, and its KV heads and
+        their width where these are others.
     layers_per_block : int
         Number of consecutive ones that belong to one layer of the model: 2 where attention and a
         recurrence run side by side, in this order, or where index keys are kept beside attention.
@@ -160,6 +162,17 @@ class DecoderConfig:
         per head without weights.
     qk_norm_layers : tuple of int, optional
         The layers that have it; None: all.
+    v_norm : bool
+        Whether V of each head has an RMS norm without weights.
+    v_of_k : tuple of int
+        The layers whose V is the projection of K, before norms and the rotation.
+    shared_kv : tuple of (int, int)
+        Layers that attend to the K and V of an earlier layer, and this layer. They are of kind
+        "linear" in `layers`, for the cache keeps nothing for them.
+    wide_layers : tuple of (int, int)
+        Layers whose MLP has another width than `intermediate_size`, and this width.
+    sparse_layers : tuple of (int, float)
+        Layers whose MLP keeps what exceeds the mean of the gate by so many standard deviations.
     query_scale : QueryScale, optional
     latent : Latent, optional
         The widths of multi-head latent attention (MLA), in layers of kind "mla".
@@ -188,6 +201,12 @@ class DecoderConfig:
         For layers with the rule "mamba2".
     experts : Experts, optional
         What layers have in place of one MLP; None: all layers are dense.
+    per_layer_inputs : PerLayerInputs, optional
+        Per-layer embeddings.
+    altup : AltUp, optional
+        Residual streams, of which each layer computes one.
+    layer_scale : bool
+        Whether the output of each layer is multiplied by a number of the checkpoint.
     has_draft_layers : bool
         Whether checkpoints may have further layers that predict several tokens, which are not read.
     longest_text : int, optional
@@ -216,6 +235,11 @@ class DecoderConfig:
     parallel_mlp: bool = False
     qk_norm: str | None = None
     qk_norm_layers: tuple[int, ...] | None = None
+    v_norm: bool = False
+    v_of_k: tuple[int, ...] = ()
+    shared_kv: tuple[tuple[int, int], ...] = ()
+    wide_layers: tuple[tuple[int, int], ...] = ()
+    sparse_layers: tuple[tuple[int, float], ...] = ()
     query_scale: QueryScale | None = None
     latent: Latent | None = None
     indexer: IndexConfig | None = None
@@ -235,6 +259,9 @@ class DecoderConfig:
     scales: Scales = Scales()
     mamba2: Mamba2Options = Mamba2Options()
     experts: Experts | None = None
+    per_layer_inputs: PerLayerInputs | None = None
+    altup: AltUp | None = None
+    layer_scale: bool = False
     has_draft_layers: bool = False
     longest_text: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -253,12 +280,57 @@ class DecoderConfig:
 
     def has_experts(self, index: int) -> bool:
         """Whether a layer of the model has experts in place of one MLP."""
-        return self.experts is not None and index not in self.experts.dense_layers
+        experts = self.experts
+        return experts is not None and not experts.beside_mlp and index not in experts.dense_layers
+
+    @property
+    def has_experts_beside_mlp(self) -> bool:
+        """Whether layers have experts and an MLP."""
+        return self.experts is not None and self.experts.beside_mlp
 
     @property
     def has_mixers(self) -> bool:
         """Whether layers keep a state in place of K and V, or beside them."""
-        return any(layer.kind not in KV_KINDS for layer in self.layers)
+        return any(layer.recurrent or layer.conv for layer in self.layers)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether layers need more of a step than the rows of the layer before them."""
+        has_more = self.per_layer_inputs is not None or self.altup is not None
+        return has_more or bool(self.shared_kv)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether workers cannot share the heads of all layers alike."""
+        own_heads = any(layer.num_kv_heads or layer.qk_head_dim for layer in self.layers)
+        return own_heads or self.is_connected
+
+    def source_of(self, layer: int) -> int | None:
+        """Return the layer to whose K and V a layer of the cache attends, if it has none itself."""
+        return dict(self.shared_kv).get(layer)
+
+    def kv_heads_of(self, index: int) -> int:
+        """Return the number of KV heads of a layer of the model."""
+        return self.layers_of(index)[0].num_kv_heads or self.num_kv_heads
+
+    def head_dim_of(self, index: int) -> int:
+        """Return the width of a head of a layer of the model."""
+        return self.layers_of(index)[0].qk_head_dim or self.head_dim
+
+    def width_of(self, index: int) -> int:
+        """Return the width of the MLP of a layer of the model."""
+        return dict(self.wide_layers).get(index, self.intermediate_size)
+
+    @property
+    def row_width(self) -> int:
+        """Width of the rows that layers take: the hidden size, and the inputs of each layer."""
+        inputs = self.per_layer_inputs
+        return self.hidden_size + (self.num_layers * inputs.width if inputs is not None else 0)
+
+    @property
+    def stream_width(self) -> int:
+        """Width of the rows between layers, which have all streams."""
+        return self.hidden_size * (1 if self.altup is None else self.altup.num_streams)
 
     @property
     def sm_scale(self) -> float:
@@ -277,7 +349,17 @@ class DecoderConfig:
 
         That is what the cache does with K and V, and what the host decides about texts.
         """
-        layers = tuple(LayerSpec() if layer.kind in MHA_KINDS else layer for layer in self.layers)
+        sources = {source for _, source in self.shared_kv}  # which the model rotates
+        layers = tuple(
+            LayerSpec(
+                num_kv_heads=layer.num_kv_heads,
+                qk_head_dim=layer.qk_head_dim,
+                rope=layer.rope if index in sources else None,
+            )
+            if layer.kind in MHA_KINDS
+            else layer
+            for index, layer in enumerate(self.layers)
+        )
         plain = DecoderConfig(self.vocab_size, 1, 1, 1, 1, 1, layers)
         names = (
             "context_length", "attention_softcap", "longest_text", "eos_token_ids", "dtype",

@@ -11,17 +11,20 @@ from tvm.relax.frontend.nn import op, spec
 
 from ..relax import PagedKVCacheObject
 from . import kernels
+from .altup import Streams
 from .blocks import Block, Norm
 from .config import DecoderConfig
 from .options import BuildOptions
 from .packed import look_up, packed_matrix
+from .per_layer import PerLayerEmbedding
 from .projections import Linear
+from .shared_kv import StepRows
 
 
 class Decoder(nn.Module):
     """The functions of the compiled model. T is the number of rows of a step, for all sequences.
 
-    - ``embed(ids int32 [T])`` -> x [T, hidden_size]
+    - ``embed(ids int32 [T])`` -> x [T, row_width]
     - ``prefill(x, rows int32 [b], cache)`` -> logits float32 [b, vocab_size] of the chosen rows
     - ``decode(x, cache)`` -> logits float32 [T, vocab_size] of every row
 
@@ -39,6 +42,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             [Block(config, options, f"layers.{index}", layer) for index, layer in enumerate(own)]
         )
+        self.per_layer = self.streams = None
+        if config.per_layer_inputs is not None:
+            self.per_layer = PerLayerEmbedding(config, options, "per_layer")
+        if config.altup is not None:
+            self.streams = Streams(config, options, "streams")
         if options.is_last:
             self.norm = Norm(config, options)
             self.lm_head = Linear(width, size, options, out_dtype="float32", name="lm_head")
@@ -50,17 +58,21 @@ class Decoder(nn.Module):
         config, dtype = self.config, self.options.dtype
         scale = float(np.array(config.embedding_scale).astype(dtype))  # rounded, as in training
         weight = self.lm_head.weight if self.shares_head else self.embed_tokens
-        return look_up(self.vocabulary, ids, weight, dtype, scale)
+        x = look_up(self.vocabulary, ids, weight, dtype, scale)
+        return x if self.per_layer is None else self.per_layer(ids, x)
 
     def hidden(self, x: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
-        chosen = None
+        step = StepRows(inputs=x)
+        if self.per_layer is not None:
+            x = self.per_layer.hidden(x)
+        if self.streams is not None:
+            x = self.streams.stack(x)
         for index, layer in enumerate(self.layers):
-            first = self.first_layer + index * self.config.layers_per_block
-            x, chosen = layer(x, cache, first, chosen)
+            x = layer(x, cache, self.first_layer + index * self.config.layers_per_block, step)
         return x
 
     def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
-        options, width = self.options, self.config.hidden_size
+        options, width = self.options, self.config.stream_width
         kernel = kernels.take_rows(width, options.dtype, options.vector)
         out = nn.Tensor.placeholder((rows.shape[0], width), options.dtype)
         last = op.tensor_ir_op(kernel, "take_rows", [self.hidden(x, cache), rows], out)
@@ -70,6 +82,8 @@ class Decoder(nn.Module):
         return self._logits(self.hidden(x, cache))
 
     def _logits(self, x: nn.Tensor) -> nn.Tensor:
+        if self.streams is not None:
+            x = self.streams.merge(x)
         logits, cap = self.lm_head(self.norm(x)), self.config.logit_softcap
         if cap is None:
             return logits
@@ -81,7 +95,7 @@ class Decoder(nn.Module):
 def build_module(config: DecoderConfig, options: BuildOptions) -> tvm.IRModule:
     """Return the model as an IRModule whose functions take the weights as one packed argument."""
     packed = {"param_mode": "packed", "effect_mode": "none"}
-    x = spec.Tensor(["n", config.hidden_size], options.dtype)
+    x = spec.Tensor(["n", config.row_width], options.dtype)
     cache = spec.Object(object_type=PagedKVCacheObject)
     functions = {}
     if options.is_first:

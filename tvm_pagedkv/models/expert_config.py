@@ -18,8 +18,8 @@ class ExpertNames:
     ----------
     block : str
         The part of a layer that has the others.
-    router, correction : str
-        The router, and the tensor that is added to its scores.
+    router, correction, expert_scale : str
+        The router, the tensor that is added to its scores, and the one that multiplies them.
     experts, gate, up, down : str
         The experts, and their projections.
     shared, shared_gate : str
@@ -37,6 +37,7 @@ class ExpertNames:
     block: str = "mlp"
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
+    expert_scale: str = "router.per_expert_scale"
     experts: str = "experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -73,6 +74,10 @@ class Experts:
         Factor on these scores.
     has_correction : bool
         Whether a bias is added to the scores to choose experts, but not to weight them.
+    has_expert_scale : bool
+        Whether the factor of each expert is multiplied by a number of the checkpoint.
+    beside_mlp : bool
+        Whether experts are beside a dense MLP, not in place of it; see `beside_mlp`.
     num_groups, num_chosen_groups : int
         Groups of consecutive experts. Experts are chosen from the groups whose best ones have the
         largest sums.
@@ -101,6 +106,8 @@ class Experts:
     normalizes: bool = True
     scale: float = 1.0
     has_correction: bool = False
+    has_expert_scale: bool = False
+    beside_mlp: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
     ranked_by: int = 2

@@ -46,6 +46,19 @@ def factors(fields: Mapping[str, Any], name: str, count: int) -> list[float]:
     return [float(value) for value in values]
 
 
+def numbers(
+    fields: Mapping[str, Any], name: str, count: int, default: float | None = None
+) -> list[Any]:
+    """A number for each of `count` layers; the file may have one for all."""
+    value = fields.get(name)
+    values = default if value is None else value
+    values = values if isinstance(values, list) else [values] * count
+    is_number = [isinstance(x, int | float) and not isinstance(x, bool) for x in values]
+    if len(values) != count or not all(is_number):
+        raise ValueError(f"{name} must be a number or {count} of them, got {value!r}")
+    return values
+
+
 def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """True or false."""
     value = fields.get(name)

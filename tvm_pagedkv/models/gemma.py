@@ -16,7 +16,7 @@ from typing import Any
 from . import fields as read
 from .config import DecoderConfig, Norms
 
-_NORMS = Norms(
+NORMS = Norms(
     before_attention="input_layernorm",
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -56,7 +56,7 @@ def _decoder(fields: Mapping[str, Any], layers, **own: Any) -> DecoderConfig:
     return DecoderConfig(
         **shape,
         layers=layers,
-        norms=_NORMS,
+        norms=NORMS,
         norm_offset=1.0,
         qkv_bias=bias,
         o_bias=bias,

@@ -36,22 +36,27 @@ def norm(
     target: VectorTarget,
     *,
     residual: bool = False,
+    scaled: bool = False,
     subtracts_mean: bool = False,
 ) -> tirx.PrimFunc:
-    """Build the kernel of ``x / sqrt(mean(x ** 2) + epsilon) * weight (+ residual)``.
+    """Build the kernel of ``x / sqrt(mean(x ** 2) + epsilon) * weight (+ residual) (* scale)``.
 
     A layer norm first subtracts the mean from x.
 
-    Arguments of the kernel: x [n, features], weight float32 [features], residual [n, features]
-    where chosen, out [n, features].
+    Arguments of the kernel: x [n, features], weight float32 [features], residual [n, features] and
+    scale float32 [1] where chosen, out [n, features].
     """
 
-    def body(n, x, weight, *residual_and_out):
-        *added, out = residual_and_out
+    def body(n, x, weight, *others):
+        *chosen, out = others
+        added = chosen[0] if residual else None
 
         def row(i):
             how = (features, epsilon, target)
-            normalize((x, weight, out), i, 0, how, *added, subtracts_mean=subtracts_mean)
+            normalize(
+                (x, weight, out), i, 0, how, added,
+                subtracts_mean=subtracts_mean, factor=chosen[-1][0] if scaled else None,
+            )  # fmt: skip
 
         parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
@@ -61,6 +66,7 @@ def norm(
             ("x", rows, dtype),
             ("weight", (features,), "float32"),
             *([("residual", rows, dtype)] if residual else []),
+            *([("scale", (1,), "float32")] if scaled else []),
             ("out", rows, dtype),
         ]
 
@@ -75,23 +81,39 @@ def qk_norm(
     epsilon: float,
     dtype: str,
     target: VectorTarget,
+    *,
+    v: str = "as_is",
 ) -> tirx.PrimFunc:
-    """RMS norms of the Q and K of fused rows; V is copied.
+    """RMS norms of the Q and K of fused rows, and of V where chosen.
 
     Parameters
     ----------
     q, k : (count, width)
         Parts that are normalized by themselves, with the same weights, and how wide each is: the
         heads, or one part that holds them all.
+    v : {"as_is", "unit", "unit_of_k"}
+        V is copied, or normalized in parts like those of K, but without weights. "unit_of_k": x has
+        no V, which is K with the norm of V.
 
     Arguments of the kernel: x [n, width of Q, K and V], weights of Q and of K float32 [width of a
-    part], out like x.
+    part], out [n, width of Q, K and V].
     """
     (num_q, q_width), (num_k, k_width) = q, k
     k_begin = num_q * q_width
     v_begin = k_begin + num_k * k_width
     features = v_begin + v_width
+    v_source = k_begin if v == "unit_of_k" else v_begin
     lanes = math.gcd(v_width, target.lanes)
+
+    def normalize_v(x, out, i):
+        with T.serial(T.int64(num_k)) as part:
+            begin, to = part * k_width + v_source, part * k_width + v_begin
+            normalize((x, None, out), i, begin, (k_width, epsilon, target), to=to)
+
+    def copy_v(x, out, i):
+        with T.serial(T.int64(v_width // lanes)) as j:
+            at = [i, j * lanes + v_begin]
+            store(out, at, lanes, load(x, at, lanes))
 
     def body(n, x, q_weight, k_weight, out):
         def row(i):
@@ -100,15 +122,13 @@ def qk_norm(
             with T.serial(T.int64(num_k)) as part:
                 begin = part * k_width + k_begin
                 normalize((x, k_weight, out), i, begin, (k_width, epsilon, target))
-            with T.serial(T.int64(v_width // lanes)) as j:
-                at = [i, j * lanes + v_begin]
-                store(out, at, lanes, load(x, at, lanes))
+            (copy_v if v == "as_is" else normalize_v)(x, out, i)
 
         parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
     def arguments(n):
         return [
-            ("x", (n, features), dtype),
+            ("x", (n, v_begin if v == "unit_of_k" else features), dtype),
             ("q_weight", (q_width,), "float32"),
             ("k_weight", (k_width,), "float32"),
             ("out", (n, features), dtype),
@@ -117,8 +137,23 @@ def qk_norm(
     return rows_kernel(arguments, body, target)
 
 
-def normalize(buffers, row, begin, how, residual=None, *, bias=None, subtracts_mean=False) -> None:
-    """Norm of columns of a row: (x, weight, out), and (width, epsilon, target)."""
+def normalize(
+    buffers,
+    row,
+    begin,
+    how,
+    residual=None,
+    *,
+    bias=None,
+    subtracts_mean=False,
+    to=None,
+    factor=None,
+) -> None:
+    """Norm of columns of a row: (x, weight, out), and (width, epsilon, target).
+
+    Weights that are None are ones. The result is written to the columns from `to` on, by default
+    those that were read, and is multiplied by `factor` at last.
+    """
     (x, weight, out), (width, epsilon, target) = buffers, how
     lanes = math.gcd(width, target.lanes)
     shift = None
@@ -141,39 +176,70 @@ def normalize(buffers, row, begin, how, residual=None, *, bias=None, subtracts_m
     with T.serial(T.int64(width // lanes)) as j:
         at = [row, j * lanes + begin]
         value = centered(load(x, at, lanes)) * broadcast(scale, lanes)
-        value = value * load(weight, [j * lanes], lanes)
+        if weight is not None:
+            value = value * load(weight, [j * lanes], lanes)
         if bias is not None:
             value = value + load(bias, [j * lanes], lanes)
         if residual is not None:
             value = value + load(residual, at, lanes)
-        store(out, at, lanes, value)
+        if factor is not None:
+            value = value * broadcast(factor, lanes)
+        store(out, at if to is None else [row, j * lanes + to], lanes, value)
 
 
 @built_once
-def gated(activation: str, features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+def gated(
+    activation: str,
+    features: int,
+    dtype: str,
+    target: VectorTarget,
+    *,
+    deviations: float | None = None,
+) -> tirx.PrimFunc:
     """``activation(gate) * up`` for x [n, 2 * features]: gate, then up; out [n, features].
 
     Parameters
     ----------
     activation : {"silu", "gelu_tanh", "identity"}
-        The first two are ``g * sigmoid(z)``: of z = g, and of
-        z = sqrt(8 / pi) * (g + 0.044715 * g ** 3).
+        As for `activate`.
+    deviations : float, optional
+        The gate is first reduced by the mean of its row and so many standard deviations, and what
+        is negative then becomes zero.
     """
     lanes = math.gcd(features, target.lanes)
 
-    def logit(gate):
-        if activation == "silu":
-            return gate
-        factor = math.sqrt(8 / math.pi)
-        cubic = constant(0.044715 * factor, lanes) * gate * gate
-        return temp(gate * (cubic + constant(factor, lanes)), lanes)
-
     def product(gate, up):
-        if activation != "identity":
-            gate = gate * sigmoid(logit(gate), lanes)
-        return gate * up
+        return activate(activation, gate, lanes) * up
 
-    return _gated(product, features, dtype, target)
+    def cutoff(x, i):
+        assert deviations is not None
+        total, squares = (Register(lanes, init=constant(0.0, lanes)) for _ in range(2))
+        one = constant(1.0, lanes)
+        with T.serial(T.int64(features // lanes)) as j:
+            total.fma(load(x, [i, j * lanes], lanes), one)
+        mean = temp(reduce_lanes(total.get(), lanes, add) / T.float32(features))
+        with T.serial(T.int64(features // lanes)) as j:
+            value = temp(load(x, [i, j * lanes], lanes) - broadcast(mean, lanes), lanes)
+            squares.fma(value, value)
+        variance = reduce_lanes(squares.get(), lanes, add) / T.float32(features)
+        return temp(mean + T.float32(deviations) * T.sqrt(variance))
+
+    return _gated(product, features, dtype, target, None if deviations is None else cutoff)
+
+
+def activate(activation: str, x, lanes: int):
+    """Return an activation of x, which is not an expression to be repeated.
+
+    "silu" and "gelu_tanh" are ``x * sigmoid(z)``: of z = x, and of
+    z = sqrt(8 / pi) * (x + 0.044715 * x ** 3). "identity" is x.
+    """
+    if activation == "identity":
+        return x
+    if activation == "silu":
+        return x * sigmoid(x, lanes)
+    factor = math.sqrt(8 / math.pi)
+    cubic = constant(0.044715 * factor, lanes) * x * x
+    return x * sigmoid(temp(x * (cubic + constant(factor, lanes)), lanes), lanes)
 
 
 def clamped_gated(
@@ -195,14 +261,27 @@ def clamped_gated(
     return _gated(product, features, dtype, target)
 
 
-def _gated(product: Callable, features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
-    """``product(gate, up)`` for x [n, 2 * features]: gate, then up; out [n, features]."""
+def _gated(
+    product: Callable,
+    features: int,
+    dtype: str,
+    target: VectorTarget,
+    cutoff: Callable | None = None,
+) -> tirx.PrimFunc:
+    """``product(gate, up)`` for x [n, 2 * features]: gate, then up; out [n, features].
+
+    With ``cutoff(x, row)`` the gate is what exceeds this number.
+    """
     lanes = math.gcd(features, target.lanes)
 
     def body(n, x, out):
         def row(i):
+            limit = None if cutoff is None else cutoff(x, i)
             with T.serial(T.int64(features // lanes)) as j:
-                gate = temp(load(x, [i, j * lanes], lanes), lanes)
+                gate = load(x, [i, j * lanes], lanes)
+                if limit is not None:
+                    gate = T.max(gate - broadcast(limit, lanes), constant(0.0, lanes))
+                gate = temp(gate, lanes)
                 up = load(x, [i, j * lanes + features], lanes)
                 store(out, [i, j * lanes], lanes, product(gate, up))
 

@@ -25,6 +25,7 @@ from .latent_config import Latent
 from .latent_kernels import latent_keys, latent_queries, latent_rows, merge_states
 from .options import BuildOptions
 from .projections import Linear, SplitLinear
+from .shared_kv import StepRows
 from .weight_parts import Output, Part, Weight, columns, rows, vector
 
 NORM_EPSILON = 1e-6  # of compressed Q, K and V, whatever the norms of layers have
@@ -106,7 +107,12 @@ class LatentAttention(LatentProjections):
         self.k_up = HeadLinear(self.num_heads, shape.rank, shape.nope_dim, options, f"{name}.k_up")
 
     def forward(
-        self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
+        self,
+        x: nn.Tensor,
+        residual: nn.Tensor | None,
+        cache: PagedKVCacheObject,
+        layer: int,
+        step: StepRows,
     ) -> nn.Tensor:
         n, shape, heads = x.shape[0], self.shape, self.num_heads
         positions = cache.get_query_positions(n)

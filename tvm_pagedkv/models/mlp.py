@@ -18,7 +18,15 @@ from .weight_parts import Output, Weight, columns, rows, slices
 class Mlp(nn.Module):
     """The MLP: ``activation(gate) * up`` between two projections."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str, width: int):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        options: BuildOptions,
+        name: str,
+        width: int,
+        deviations: float | None = None,
+    ):
+        self.deviations = deviations  # of the gate, as for `kernels.gated`
         self.width, self.options = width // options.num_shards, options
         self.activation, bias = config.activation, config.mlp_bias
         hidden = config.hidden_size
@@ -29,7 +37,9 @@ class Mlp(nn.Module):
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
         options = self.options
-        kernel = kernels.gated(self.activation, self.width, options.dtype, options.vector)
+        kernel = kernels.gated(
+            self.activation, self.width, options.dtype, options.vector, deviations=self.deviations
+        )
         out = nn.Tensor.placeholder((x.shape[0], self.width), options.dtype)
         gated = op.tensor_ir_op(kernel, "gated", [self.gate_up_proj(x)], out)
         return self.down_proj(gated, residual)

@@ -79,6 +79,9 @@ class MixtureOfExperts(nn.Module):
         self.correction = None
         if experts.has_correction:
             self.correction = nn.Parameter((experts.num_experts,), "float32")
+        self.expert_scale = None
+        if experts.has_expert_scale:
+            self.expert_scale = nn.Parameter((experts.num_experts,), "float32")
         self.gate_up = ExpertLinear(
             hidden, 2 * self.width, experts, options, options.dtype, gathers=True,
             name=f"{name}.gate_up",
@@ -94,9 +97,12 @@ class MixtureOfExperts(nn.Module):
                 hidden, 1, options, out_dtype="float32", name=f"{name}.shared_gate"
             )
 
-    def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
+    def forward(
+        self, x: nn.Tensor, residual: nn.Tensor | None, routed_by: nn.Tensor | None = None
+    ) -> nn.Tensor:
+        """Return the sum; rows are routed by themselves unless `routed_by` has others for them."""
         options, pairs = self.options, x.shape[0] * self.experts.num_chosen
-        ids, factors = self._route(x)
+        ids, factors = self._route(x if routed_by is None else routed_by)
         order = self._group(ids)
         kernel = self._gated(self.width, options.dtype, options.vector)
         out = nn.Tensor.placeholder((pairs, self.width), options.dtype)
@@ -123,7 +129,8 @@ class MixtureOfExperts(nn.Module):
         """Return the chosen experts of each row, and their factors."""
         shape = (x.shape[0], self.experts.num_chosen)
         outs = [nn.Tensor.placeholder(shape, dtype) for dtype in ("int32", "float32")]
-        inputs = [self.router(x)] + ([] if self.correction is None else [self.correction])
+        chosen = (each for each in (self.correction, self.expert_scale) if each is not None)
+        inputs = [self.router(x), *chosen]
         kernel = route(self.experts, self.options.vector)
         return list(op.tensor_ir_op(kernel, "route", inputs, outs))
 
@@ -169,6 +176,8 @@ def moe_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple
     )
     if experts.has_correction:
         yield vector(f"{ours}.correction", f"{theirs}.{names.correction}", experts.num_experts)
+    if experts.has_expert_scale:
+        yield vector(f"{ours}.expert_scale", f"{theirs}.{names.expert_scale}", experts.num_experts)
     yield from _of_experts(f"{ours}.gate_up", theirs, _gate_up(experts), experts, hidden, "rows")
     down = [Output(names.down, hidden)]
     yield from _of_experts(f"{ours}.down", theirs, down, experts, experts.width, "columns")

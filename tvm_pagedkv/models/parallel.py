@@ -73,6 +73,12 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
             "num_shards must be 1: workers do not share latent attention (MLA), whose rows all "
             f"heads read; got {num_shards}"
         )
+    if num_shards > 1 and config.is_whole:
+        raise ValueError(
+            "num_shards must be 1: workers do not share layers that attend to the K and V of "
+            "others, have heads of their own widths or per-layer embeddings (Gemma 3n and 4); got "
+            f"{num_shards}"
+        )
     has_attention = any(layer.kind in KV_KINDS for layer in config.layers)
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         if "heads" in name and not has_attention:
@@ -83,6 +89,15 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
                 f"{num_shards}"
             )
     check_share(config, num_shards)
+
+
+def check_stages(config: DecoderConfig, num_stages: int) -> None:
+    """Raise a ValueError if layers of a model cannot be in several stages."""
+    if num_stages > 1 and config.is_connected:
+        raise ValueError(
+            "stages must be 1: the model has layers that attend to the K and V of others, or "
+            f"per-layer embeddings (Gemma 3n and 4), which one stage must have; got {num_stages}"
+        )
 
 
 class ParallelModel:
@@ -161,6 +176,7 @@ class ParallelModel:
         indptr = resolve_stages(stages, config.num_layers)
         if config.indexer is not None:
             config.indexer.check_stages(indptr)
+        check_stages(config, len(indptr) - 1)
         num_stages = len(indptr) - 1
         # Compiled here, so that the workers find the files in the disk cache.
         options = [

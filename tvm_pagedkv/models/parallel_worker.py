@@ -138,7 +138,7 @@ class ModelWorker:
             ids = tvm.runtime.tensor(np.asarray(tokens, "int32"))
             x = function["embed"](ids, self.parameters)
         else:
-            x = tvm.runtime.empty((len(tokens), self.config.hidden_size), options.dtype)
+            x = tvm.runtime.empty((len(tokens), self.config.row_width), options.dtype)
             self.worker.receive_into(x)
         if not options.is_last:
             self.worker.send_on(function["hidden"](x, cache, self.parameters))

@@ -22,6 +22,7 @@ from .exaone4 import exaone4
 from .falcon_h1 import falcon_h1
 from .fields import token_ids
 from .gemma import gemma2, gemma3
+from .gemma3n import gemma3n, gemma4
 from .glm import glm4_moe
 from .gpt_oss import gpt_oss
 from .granite import granite_hybrid
@@ -48,6 +49,10 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Qwen3ForCausalLM": ("qwen3", qwen3),
     "Gemma2ForCausalLM": ("gemma2", gemma2),
     "Gemma3ForCausalLM": ("gemma3_text", gemma3),
+    "Gemma3nForCausalLM": ("gemma3n_text", gemma3n),
+    "Gemma3nForConditionalGeneration": ("gemma3n", with_pictures(gemma3n)),
+    "Gemma4ForCausalLM": ("gemma4_text", gemma4),
+    "Gemma4ForConditionalGeneration": ("gemma4", with_pictures(gemma4)),
     "Phi3ForCausalLM": ("phi3", phi3),
     "Olmo2ForCausalLM": ("olmo2", olmo2),
     "Olmo3ForCausalLM": ("olmo3", olmo3),

@@ -32,12 +32,14 @@ def route(experts: Experts, target: VectorTarget) -> tirx.PrimFunc:
     falling scores.
 
     Arguments of the kernel: logits float32 [n, num_experts], correction float32 [num_experts] where
-    there is one, ids int32 [n, num_chosen], factors float32 [n, num_chosen].
+    there is one, expert_scale float32 [num_experts] likewise, ids int32 [n, num_chosen], factors
+    float32 [n, num_chosen].
     """
     num_experts, num_chosen = experts.num_experts, experts.num_chosen
 
     def body(n, logits, *others):
-        *correction, ids, factors = others
+        *arrays, ids, factors = others
+        correction = arrays[:1] if experts.has_correction else []
 
         def row(i):
             scores = T.alloc_buffer((num_experts,), F32)
@@ -56,6 +58,9 @@ def route(experts: Experts, target: VectorTarget) -> tirx.PrimFunc:
             with T.serial(num_chosen) as j:
                 T.buffer_store(ids, chosen[j], [i, j])
             _weight(scores, chosen, factors, i, experts)
+            if experts.has_expert_scale:
+                with T.serial(num_chosen) as j:
+                    T.buffer_store(factors, factors[i, j] * arrays[-1][chosen[j]], [i, j])
 
         parallel_if(n * num_experts >= PARALLEL_ELEMENTS, n, row)
 
@@ -63,6 +68,7 @@ def route(experts: Experts, target: VectorTarget) -> tirx.PrimFunc:
         return [
             ("logits", (n, num_experts), F32),
             *([("correction", (num_experts,), F32)] if experts.has_correction else []),
+            *([("expert_scale", (num_experts,), F32)] if experts.has_expert_scale else []),
             ("ids", (n, num_chosen), "int32"),
             ("factors", (n, num_chosen), F32),
         ]

@@ -12,7 +12,7 @@ from .weight_formats import INT4, INT4_MINIMA, INT8, MXFP4, WeightFormat, can_qu
 from .weights import Weight, weights
 
 CHOICES = ("auto", "float", "int8", "int4")
-_VOCABULARY = ("embed_tokens", "lm_head.weight")
+_VOCABULARY = ("embed_tokens", "lm_head.weight", "per_layer.table")
 _GATES = ".gates.weight"  # decays and rates of recurrences, of which there are few
 # They choose and weight experts, and index heads.
 _NEVER = (".router.weight", ".shared_gate.weight", ".head_weights.weight")

@@ -15,6 +15,8 @@ from tir_kernels.spec import ITEMSIZE
 from .._huge_pages import HUGE_PAGE_BYTES, huge_zeros
 from .._progress import report
 from ..config import KV_KINDS
+from .altup import altup_weights, stream_weights
+from .beside_mlp import beside_mlp_weights
 from .blocks import KEPT_BESIDE
 from .config import DecoderConfig
 from .decoder import Decoder
@@ -25,9 +27,11 @@ from .mlp import mlp_weights
 from .moe import moe_weights
 from .options import BuildOptions
 from .packed import packed_matrix
+from .per_layer import per_layer_embedding_weights, per_layer_input_weights
+from .shared_kv import shared_attention_weights
 from .source import Tensors
 from .weight_formats import QuantizedRows, WeightFormat, concatenate, quantize
-from .weight_parts import Output, Part, Weight, columns, halves, rows, slices
+from .weight_parts import Output, Part, Weight, columns, halves, rows, slices, vector
 
 
 def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]]:
@@ -39,6 +43,10 @@ def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]
         "lm_head.weight",
         embedding if config.tied_embeddings else Weight((Part("lm_head.weight", size),), True),
     )
+    if config.per_layer_inputs is not None:
+        yield from per_layer_embedding_weights(config, "per_layer")
+    if config.altup is not None:
+        yield from stream_weights(config, "streams")
     for index, layer in enumerate(layers):
         yield from _layer(config, f"layers.{index}", layer)
     final = f"{names.model}.{names.final_norm}"
@@ -47,18 +55,21 @@ def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]
 
 def _layer(config: DecoderConfig, ours: str, index: int) -> Iterator[tuple[str, Weight]]:
     names, theirs = config.names, f"{config.names.model}.layers.{index}"
+    attention, source = f"{theirs}.{names.attention}", config.source_of(index)
     for spec in config.layers_of(index):
-        if spec.kind == "mla":
-            attention = f"{ours}.self_attn", f"{theirs}.{names.attention}"
-            if config.indexer is None:
-                yield from latent_weights(config, *attention)
-            else:
-                chooses = index in config.indexer.layers
-                yield from sparse_latent_weights(config, *attention, chooses=chooses)
+        if source is not None:
+            yield from shared_attention_weights(config, f"{ours}.self_attn", attention, source)
+        elif spec.kind == "mla" and config.indexer is None:
+            yield from latent_weights(config, f"{ours}.self_attn", attention)
+        elif spec.kind == "mla":
+            assert config.indexer is not None
+            chooses = index in config.indexer.layers
+            both = f"{ours}.self_attn", attention
+            yield from sparse_latent_weights(config, *both, chooses=chooses)
         elif spec.kind in KEPT_BESIDE:
             continue
         elif spec.kind in KV_KINDS:
-            yield from _attention(config, f"{ours}.self_attn", f"{theirs}.{names.attention}")
+            yield from _attention(config, f"{ours}.self_attn", attention, index)
         else:
             mixer = mixer_of(spec)
             yield from mixer.weights(config, spec, f"{ours}.mixer", f"{theirs}.{names.mixer}")
@@ -68,7 +79,15 @@ def _layer(config: DecoderConfig, ours: str, index: int) -> Iterator[tuple[str, 
         yield from moe_weights(config, f"{ours}.mlp", block)
     elif config.intermediate_size:
         mlp = f"{theirs}.{names.mlp}"
-        yield from mlp_weights(config, f"{ours}.mlp", mlp, config.intermediate_size)
+        yield from mlp_weights(config, f"{ours}.mlp", mlp, config.width_of(index))
+    if config.has_experts_beside_mlp:
+        yield from beside_mlp_weights(config, f"{ours}.beside_mlp", theirs)
+    if config.altup is not None:
+        yield from altup_weights(config, ours, theirs)
+    if config.per_layer_inputs is not None:
+        yield from per_layer_input_weights(config, f"{ours}.inputs", theirs)
+    if config.layer_scale:
+        yield vector(f"{ours}.scale", f"{theirs}.layer_scalar", 1)
     for place, name in vars(config.norms).items():
         if name:
             yield _norm(config, f"{ours}.{place}.weight", f"{theirs}.{name}")
@@ -81,19 +100,24 @@ def _norm(
     return ours, Weight((part,), False, offset=config.norm_offset * scale)
 
 
-def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
-    q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+def _attention(
+    c: DecoderConfig, ours: str, theirs: str, layer: int
+) -> Iterator[tuple[str, Weight]]:
+    head_dim = c.head_dim_of(layer)
+    q_width, kv_width = c.num_heads * head_dim, c.kv_heads_of(layer) * head_dim
     names, outputs_of = c.names, (q_width, kv_width, kv_width)
     if names.fused_qkv:
         outputs = slices(names.fused_qkv, *outputs_of, scales=c.scales.qkv)
     else:
         projections = zip(("q_proj", "k_proj", "v_proj"), outputs_of, c.scales.qkv, strict=True)
         outputs = [Output(name, width, scale=scale) for name, width, scale in projections]
+    if layer in c.v_of_k:
+        del outputs[-1]
     if c.attention_gate:
-        outputs[0], gate = halves("q_proj", c.num_heads, c.head_dim)
+        outputs[0], gate = halves("q_proj", c.num_heads, head_dim)
         yield from rows(f"{ours}.gate", theirs, [gate], c.hidden_size, bias=c.qkv_bias)
     if c.interleaved_rope:
-        outputs[:2] = [each._replace(paired=c.head_dim) for each in outputs[:2]]
+        outputs[:2] = [each._replace(paired=head_dim) for each in outputs[:2]]
     yield from rows(f"{ours}.qkv_proj", theirs, outputs, c.hidden_size, bias=c.qkv_bias)
     yield from columns(
         f"{ours}.o_proj",
@@ -106,9 +130,12 @@ def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, 
         sinks = Part(f"{theirs}.{names.sinks}", (c.num_heads,))
         yield f"{ours}.sinks", Weight((sinks,), False, "rows")
     if c.qk_norm in ("head", "projection"):
-        widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q_width, kv_width)
+        widths = (head_dim, head_dim) if c.qk_norm == "head" else (q_width, kv_width)
         for name, tensor, width in zip("qk", (names.q_norm, names.k_norm), widths, strict=True):
             yield _norm(c, f"{ours}.qk_norm.{name}_weight", f"{theirs}.{tensor}", width)
+
+
+_LOOKED_UP = ("embed_tokens", "per_layer.table")  # rows of these are not multiplied
 
 
 def matrix_bytes(
@@ -118,7 +145,7 @@ def matrix_bytes(
     total = 0
     for options in stages:
         for name, weight in weights(config, options.layers_of(config)):
-            is_used = options.is_last if name == "lm_head.weight" else name != "embed_tokens"
+            is_used = options.is_last if name == "lm_head.weight" else name not in _LOOKED_UP
             if weight.is_matrix and is_used and (weight.experts > 1 or not only_experts):
                 size = sum(part.size for part in weight.parts)
                 format = options.format_of(name)
@@ -213,11 +240,15 @@ def _read(
         raise ValueError(f"{checkpoint.path}: tensor {part.name}: {error}") from None
 
 
+_OF_KV = re.compile(r"\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)$")
+
+
 def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
     """Raise a ValueError for a layer's tensor that the model does not use.
 
     An unused bias or norm means that the checkpoint is of another kind, and results would be wrong.
-    RoPE tables, which some older files have, are not weights.
+    RoPE tables, which some older files have, are not weights; and layers that attend to the K and V
+    of others may have projections and norms of K and V that were never trained.
     """
     known = {
         part.name for _, each in weights(config, range(config.num_layers)) for part in each.parts
@@ -225,6 +256,8 @@ def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
     for name in checkpoint.names():
         layer = re.match(rf"{re.escape(config.names.model)}\.layers\.(\d+)\.", name)
         if layer is None or name in known or "rotary_emb" in name:
+            continue
+        if config.source_of(int(layer[1])) is not None and _OF_KV.search(name):
             continue
         if int(layer[1]) >= config.num_layers and config.has_draft_layers:
             continue

@@ -40,7 +40,8 @@ class Work:
         expert_bytes: int | None = None,
     ):
         c, self.experts = config, config.experts
-        keeping = [layer for layer in c.layers if layer.kind in KV_KINDS]
+        sources = [dict(c.shared_kv).get(i, i) for i in range(len(c.layers))]
+        keeping = [c.layers[i] for i in sources if c.layers[i].kind in KV_KINDS]
         attention = [layer for layer in keeping if layer.kind != "index"]
         states = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
         self.windows = [(layer.kind, _limit(c, layer)) for layer in attention]
@@ -65,14 +66,16 @@ class Work:
             expert_bytes = self.expert_weights * itemsize
         self.expert_bytes = expert_bytes
         # A pair of a row and a position multiplies rows of K and of V with it, absorbed in MLA.
-        self.width = c.head_dim * c.num_heads
+        self.widths = [(each.qk_head_dim or c.head_dim) * c.num_heads for each in attention]
         if c.latent is not None:
-            self.width = (c.latent.width + c.latent.rank) * c.num_heads // 2
+            absorbed = (c.latent.width + c.latent.rank) * c.num_heads // 2
+            self.widths = [absorbed] * len(attention)
         # A pair of a row and a position multiplies all index heads with a key.
         dims = 0 if c.indexer is None else c.indexer.dim * len(c.indexer.layers)
         self.index_width = 0 if c.indexer is None else c.indexer.num_heads * dims
         self.index_bytes = dims * itemsize
-        self.position_bytes = _position_bytes(c, itemsize, codec_of(kv_dtype or ""))
+        codec = codec_of(kv_dtype or "")
+        self.position_bytes = [_position_bytes(c, each, itemsize, codec) for each in attention]
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
         """Return the flops of a step in linear layers, attention, indexers and recurrences.
@@ -89,8 +92,9 @@ class Work:
         total = 2 * self.head_weights * num_logits
         for past, rows in chunks:
             lengths = np.arange(past + 1, past + rows + 1)
-            pairs = sum(self._seen(lengths))
-            total += 2 * self.row_weights * rows + 4 * self.width * pairs
+            seen = self._seen(lengths)
+            products = sum(width * n for width, n in zip(self.widths, seen, strict=True))
+            total += 2 * self.row_weights * rows + 4 * products
             total += 2 * self.index_width * int(lengths.sum())
             total += 5 * self.state_numbers * rows
         return total
@@ -108,15 +112,17 @@ class Work:
         lengths : sequence of int
             Lengths of the sequences. A layer with a window reads the last positions of each.
         """
-        rows = sum(
-            positions if window is None else seen
-            for (_, window), seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
+        seen = self._seen(np.array(lengths))
+        kv_bytes = sum(
+            num_bytes * (positions if window is None else count)
+            for (_, window), count, num_bytes in zip(
+                self.windows, seen, self.position_bytes, strict=True
+            )
         )
         state_bytes = 2 * 4 * self.state_numbers * len(lengths)
         weight_bytes = self.weight_bytes - self.expert_bytes
         weight_bytes += int(self.expert_bytes * self._share_of_experts(len(lengths)))
-        position_bytes = self.position_bytes * rows + self.index_bytes * positions
-        return weight_bytes + position_bytes + state_bytes
+        return weight_bytes + kv_bytes + self.index_bytes * positions + state_bytes
 
     def _share_of_experts(self, rows: int) -> float:
         """Return the largest share of a layer's experts that so many rows can choose."""
@@ -144,16 +150,18 @@ def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:
     return int(np.minimum(lengths, window).sum())
 
 
-def _position_bytes(c: DecoderConfig, itemsize: int, codec: Codec | CodecPair | None) -> int:
+def _position_bytes(
+    c: DecoderConfig, layer: LayerSpec, itemsize: int, codec: Codec | CodecPair | None
+) -> int:
     """Return the bytes of a position in the pages of a layer."""
     if c.latent is not None:
         if codec is None:
             return c.latent.width * itemsize
         scales = codec.k.scale_bytes(c.latent.width, c.latent.rank)
         return codec.k.row_bytes(c.latent.width) + scales
+    num_heads, dim = layer.num_kv_heads or c.num_kv_heads, layer.qk_head_dim or c.head_dim
     if codec is None:
-        return c.num_kv_heads * 2 * c.head_dim * itemsize
-    return c.num_kv_heads * sum(
-        each.row_bytes(c.head_dim) + each.scale_bytes(c.head_dim, c.head_dim)
-        for each in (codec.k, codec.v)
+        return num_heads * 2 * dim * itemsize
+    return num_heads * sum(
+        each.row_bytes(dim) + each.scale_bytes(dim, dim) for each in (codec.k, codec.v)
     )

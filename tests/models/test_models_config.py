@@ -238,6 +238,10 @@ def test_errors_name_the_file_once(text, tmp_path):
          r"mixture-of-experts models and other models with multi-head latent attention \(MLA\) a"),
         ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}},
          r"quantized weights \(awq\) are not supported"),
+        ({"architectures": ["LlamaForCausalLM"], "quantization_config": {
+            "quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8},
+            "config_groups": {"group_0": {}}}},
+         r"quantized weights \(compressed-tensors\) are not supported"),
     ],
 )  # fmt: skip
 def test_architectures(fields, message):

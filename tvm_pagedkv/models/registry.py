@@ -144,13 +144,27 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(_unknown(architectures, fields))
     quantization = fields.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if quantization and not (method == "mxfp4" and reader is gpt_oss):
+    is_readable = method == "mxfp4" and reader is gpt_oss or _quantizes_kv_only(quantization)
+    if quantization and not is_readable:
         raise ValueError(
             f"quantized weights ({method or 'quantization_config'}) are not supported; take the "
             "checkpoint in float32, float16 or bfloat16"
         )
     whole = _with_text_fields(fields)
     return replace(with_eos(reader(fields), whole), dtype=_dtype(whole))
+
+
+def _quantizes_kv_only(quantization: Any) -> bool:
+    """Whether a ``quantization_config`` of compressed-tensors leaves all weights as they are.
+
+    Such a file has scales of K and V. Pages do not need them: each row gets a scale of its own.
+    """
+    return (
+        isinstance(quantization, Mapping)
+        and quantization.get("quant_method") == "compressed-tensors"
+        and bool(quantization.get("kv_cache_scheme"))
+        and not quantization.get("config_groups")
+    )
 
 
 def _with_text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import tvm.testing
 from tvm_pagedkv import ConvConfig, LayerSpec, RecurrentConfig, RopeConfig
 from tvm_pagedkv.models.falcon_h1 import falcon_h1
 from tvm_pagedkv.models.granite import granite_hybrid
+from tvm_pagedkv.models.kimi_linear import kimi_linear
 from tvm_pagedkv.models.lfm2 import lfm2
 from tvm_pagedkv.models.mamba2 import mamba2
 from tvm_pagedkv.models.mixers import share_of
@@ -98,9 +99,69 @@ def test_granite_of_older_files(given):
     assert rotated.layers[2].rope == RopeConfig(rotary_dim=16)
 
 
+KIMI = {
+    "linear_attn_config": {
+        "full_attn_layers": [4, 6],
+        "kda_layers": [1, 2, 3, 5],
+        "head_dim": 32,
+        "num_heads": 4,
+        "short_conv_kernel_size": 3,
+    },
+    "head_dim": 72,
+    "kv_lora_rank": 48,
+    "mla_use_nope": True,
+    "model_max_length": 1000,
+    "moe_renormalize": True,
+    "num_expert_group": 1,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "rope_scaling": None,
+}
+
+
+def test_kimi_linear_in_the_spelling_of_its_makers():
+    shape = {name: SHAPE[name] for name in SHAPE if name != "max_position_embeddings"}
+    config = kimi_linear(shape | KIMI)
+    kinds = ["recurrent"] * 3 + ["mla", "recurrent", "mla"]
+    assert [layer.kind for layer in config.layers] == kinds
+    assert config.layers[0] == LayerSpec(
+        "recurrent", recurrent=RecurrentConfig("kda", 4, 4, 32, 32), conv=ConvConfig(384, 3, "silu")
+    )
+    assert config.layers[3].rope == RopeConfig("none")
+    experts = config.experts
+    assert (experts.num_experts, experts.num_chosen, experts.dense_layers) == (16, 4, (0,))
+    assert (experts.scale, experts.shared_width, config.context_length) == (2.446, 24, 1000)
+    newer = {
+        "layer_types": [
+            {"recurrent": "linear_attention", "mla": "full_attention"}[kind] for kind in kinds
+        ],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+        "linear_conv_kernel_dim": 3,
+        "max_position_embeddings": 1000,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "kv_lora_rank": 48,
+        "moe_intermediate_size": 24,
+    }
+    assert kimi_linear(SHAPE | newer) == config
+    kinds = [layer.kind for layer in kimi_linear(SHAPE | {"num_hidden_layers": 10}).layers]
+    assert kinds == ["recurrent"] * 4 + ["mla"] + ["recurrent"] * 3 + ["mla", "recurrent"]
+
+
 @pytest.mark.parametrize(
     ("reader", "fields", "message"),
     [
+        (kimi_linear, {"mla_use_nope": False}, "mla_use_nope must be True in Kimi Linear, got Fal"),
+        (kimi_linear, {"linear_attn_config": 3}, "linear_attn_config must be an object, got 3"),
+        (kimi_linear, {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2, 3]}},
+         r"kda_layers must list each layer from 1 to 6 once, got \[1\] and \[2, 3\]"),
+        (kimi_linear, {"mlp_layer_types": ["dense"]}, "must list dense or sparse for 6 layers"),
+        (kimi_linear, {"linear_num_heads": 0}, "linear_num_heads must be a positive integer"),
         (qwen3_5, {"layer_types": ["conv"] * 6}, "layer_types must be of 'full_attention' and 'li"),
         (qwen3_5, {"linear_num_value_heads": 24}, r"num_heads \(24\) must be a multiple of recur"),
         (with_pictures(qwen3_5), {}, "text_config must be an object, got None"),
@@ -114,7 +175,7 @@ def test_granite_of_older_files(given):
         (granite_hybrid, {}, "Granite 4 with experts is not supported; it has 8"),
         (granite_hybrid, DENSE | {"attention_bias": True}, "attention_bias is not supported in Gr"),
     ],
-)
+)  # fmt: skip
 def test_errors(reader, fields, message):
     with pytest.raises(ValueError, match=message):
         reader(SHAPE | fields)

@@ -74,6 +74,27 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+KIMI = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "moe_intermediate_size": 32,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "initializer_range": 0.25,
+}
 FAMILIES = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | EXPERTS | {"initializer_range": 0.25},
@@ -99,6 +120,7 @@ FAMILIES = {
         "attention_multiplier": 0.3,
         "logits_scaling": 3.0,
     },
+    "kimi_linear": KIMI,
 }  # fmt: skip
 
 
@@ -130,6 +152,11 @@ OTHER_VALUES = [
             "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
         )
     ),
+    ("kimi_linear", {"layer_types": ["full_attention", "linear_attention"]}),
+    ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"]}),
+    ("kimi_linear", {"topk_group": 4}),
+    ("kimi_linear", {"norm_topk_prob": False}),
+    ("kimi_linear", {"routed_scaling_factor": 1.0}),
 ]  # fmt: skip
 # Checkpoints of a family that the cases above do not have.
 VARIANTS = {
@@ -139,11 +166,19 @@ VARIANTS = {
     "falcon_h1, gate last": ("falcon_h1", {"mamba_norm_before_gate": True}),
     "falcon_h1, no norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_d_ssm": None}),
     "granitemoehybrid, rotated": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "kimi_linear": ("kimi_linear", {}),
+    "kimi_linear, compressed Q": (
+        "kimi_linear", {"q_lora_rank": 16, "mlp_layer_types": ["sparse", "dense"]},
+    ),
     "lfm2, no bias": ("lfm2", {"conv_bias": False, "block_auto_adjust_ff_dim": False}),
-}
+}  # fmt: skip
 
 
-SLOW = ("qwen3_5_moe_text", "qwen3_next")  # they add to the code of others what VARIANTS has
+SLOW = (
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "kimi_linear",
+)  # they add to the code of others what VARIANTS has
 
 
 @pytest.fixture(scope="module", params=with_slow(FAMILIES, *SLOW))
@@ -248,6 +283,7 @@ WORKERS = {
 
 
 @pytest.mark.parametrize("name", few_of(WORKERS, 1))
+    "kimi_linear": ("kimi_linear", {}, {"stages": 2}),
 def test_workers_have_the_states_of_their_layers_and_heads(name, tmp_path):
     family, changes, split = WORKERS[name]
     theirs = write_checkpoint(tmp_path, family, FAMILIES[family] | changes)
@@ -287,8 +323,25 @@ def test_quantized_attention_beside_states(qwen):
     assert_close(again, found[14:])
 
 
-@pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
-def test_variants(family, changes, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"weights": "int8"}], ids=str)
+def test_kimi_linear_quantized(options, tmp_path):
+    """Only latent rows are quantized beside states; experts may change where two are near."""
+    fields = FAMILIES["kimi_linear"] | {"linear_head_dim": 32, "moe_intermediate_size": 64}
+    theirs = write_checkpoint(tmp_path, "kimi_linear", fields)
+    (tokens,) = random_tokens(6, 21)
+    model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE, **options)
+    cache = model.create_cache(1, 64, 64)
+    cache.add_sequence(0)
+    found = np.concatenate([model.logits(cache, [0], [x])[0] for x in np.split(tokens, [7, 8])])
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    assert 0 < np.median(np.abs(found - expected)) < 0.1 * expected.std()
+
+
+@pytest.mark.parametrize("name", with_slow(VARIANTS, "kimi_linear, compressed Q"))
+def test_variants(name, tmp_path):
+    family, changes = VARIANTS[name]
     check_chunks(Pair(tmp_path, family, FAMILIES[family] | changes), 0)
 
 

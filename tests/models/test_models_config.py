@@ -234,7 +234,7 @@ def test_errors_name_the_file_once(text, tmp_path):
         ({"architectures": ["JetMoeForCausalLM"]}, "mixture-of-experts models are not there yet"),
         ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}},
          "models with encoders of pictures or sound are not there yet"),
-        ({"architectures": ["KimiLinearForCausalLM"], "n_routed_experts": 8, "kv_lora_rank": 4},
+        ({"architectures": ["LongcatFlashForCausalLM"], "n_routed_experts": 8, "kv_lora_rank": 4},
          r"mixture-of-experts models and other models with multi-head latent attention \(MLA\) a"),
         ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}},
          r"quantized weights \(awq\) are not supported"),

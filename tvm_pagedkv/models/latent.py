@@ -146,7 +146,10 @@ class LatentAttention(LatentProjections):
         return op.tensor_ir_op(kernel, "latent_keys", [nope, latent], out)
 
 
-def _rope_spec(rope: RopeConfig, shape: Latent) -> RopeSpec:
+def _rope_spec(rope: RopeConfig, shape: Latent) -> RopeSpec | None:
+    """Return the rotation of a layer; None if it has none."""
+    if rope.mode == "none":
+        return None
     return RopeSpec(rope.theta, rope.scale, shape.rope_dim, rope.scaling)
 
 

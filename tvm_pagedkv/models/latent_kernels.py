@@ -18,9 +18,11 @@ from .latent_config import Latent
 
 
 def latent_rows(
-    shape: Latent, epsilon: float, rope: RopeSpec, dtype: str, target: VectorTarget
+    shape: Latent, epsilon: float, rope: RopeSpec | None, dtype: str, target: VectorTarget
 ) -> tirx.PrimFunc:
     """Build the kernel that makes rows of the cache: a norm of `rank` columns, then a rotation.
+
+    Without `rope` the last columns stay as they are.
 
     Arguments of the kernel: x [n, rank + rope_dim], weight float32 [rank], positions int32 [n],
     compressed [n, rank], latent [n, rank + rope_dim], whose first columns are `compressed`.
@@ -32,7 +34,7 @@ def latent_rows(
             normalize((x, weight, compressed), i, 0, (rank, epsilon, target))
             _copy(compressed, (i,), latent, (i, 0), rank, target)
             cos_sin = _angles(rope, positions[i], target)
-            _rotate(cos_sin, x, (i, rank), latent, (i, rank))
+            _rotate(cos_sin, x, (i, rank), latent, (i, rank), shape.rope_dim, target)
 
         parallel_if(n * shape.width >= PARALLEL_ELEMENTS, n, row)
 
@@ -49,9 +51,11 @@ def latent_rows(
 
 
 def latent_queries(
-    shape: Latent, num_heads: int, rope: RopeSpec, dtype: str, target: VectorTarget
+    shape: Latent, num_heads: int, rope: RopeSpec | None, dtype: str, target: VectorTarget
 ) -> tirx.PrimFunc:
     """Build the kernel that makes both forms of Q: of its parts, and of the absorbed part.
+
+    Without `rope` nothing is rotated.
 
     Arguments of the kernel: nope [n, num_heads, nope_dim], rotated [n, num_heads, rope_dim], which
     is not rotated yet, absorbed [n, num_heads, rank], positions int32 [n], q [n, num_heads,
@@ -66,8 +70,8 @@ def latent_queries(
                 at = (i, head)
                 _copy(nope, at, q, (*at, 0), shape.nope_dim, target, scale)
                 _copy(absorbed, at, latent, (*at, 0), shape.rank, target, scale)
-                _rotate(cos_sin, rotated, (*at, 0), q, (*at, shape.nope_dim), scale)
                 begin = (*at, shape.nope_dim)
+                _rotate(cos_sin, rotated, (*at, 0), q, begin, shape.rope_dim, target, scale)
                 _copy(q, begin, latent, (*at, shape.rank), shape.rope_dim, target)
 
         parallel_if(n * (num_heads * shape.width) >= PARALLEL_ELEMENTS, n, row)
@@ -152,7 +156,9 @@ def merge_states(num_heads: int, width: int, dtype: str, target: VectorTarget) -
     return rows_kernel(arguments, body, target)
 
 
-def _angles(rope: RopeSpec, position, target: VectorTarget) -> CosSin:
+def _angles(rope: RopeSpec | None, position, target: VectorTarget) -> CosSin | None:
+    if rope is None:
+        return None
     cos_sin = CosSin(rope, target.lanes)
     cos_sin.fill(position)
     return cos_sin
@@ -167,8 +173,23 @@ def _growth(shape: Latent, position):
     return temp(T.float32(1.0) + T.float32(factor) * T.log(T.float32(1.0) + turns))
 
 
-def _rotate(cos_sin: CosSin, source, source_at: tuple, sink, sink_at: tuple, scale=None) -> None:
-    """Rotate the columns of a row from the last index of `source_at` on, times `scale`."""
+def _rotate(
+    cos_sin: CosSin | None,
+    source,
+    source_at: tuple,
+    sink,
+    sink_at: tuple,
+    width: int,
+    target: VectorTarget,
+    scale=None,
+) -> None:
+    """Rotate columns of a row, from the last index of `source_at` on, times `scale`.
+
+    Without angles they are copied.
+    """
+    if cos_sin is None:
+        _copy(source, source_at, sink, sink_at, width, target, scale)
+        return
 
     def read(dim, lanes):
         return load(source, (*source_at[:-1], source_at[-1] + dim), lanes)

@@ -8,13 +8,15 @@ from dataclasses import replace
 from ..config import LayerSpec
 from .config import DecoderConfig
 from .gated_delta_net import GatedDeltaNet
+from .kimi_delta import KimiDelta
 from .mamba2_mixer import Mamba2Mixer
 from .short_conv import ShortConv
 
-Mixer = GatedDeltaNet | Mamba2Mixer | ShortConv
+Mixer = GatedDeltaNet | KimiDelta | Mamba2Mixer | ShortConv
 
-_BY_RULE: dict[str, type[GatedDeltaNet] | type[Mamba2Mixer]] = {
+_BY_RULE: dict[str, type[GatedDeltaNet] | type[KimiDelta] | type[Mamba2Mixer]] = {
     "gated_delta": GatedDeltaNet,
+    "kda": KimiDelta,
     "mamba2": Mamba2Mixer,
 }
 

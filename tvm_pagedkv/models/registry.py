@@ -26,6 +26,7 @@ from .gemma3n import gemma3n, gemma4
 from .glm import glm4_moe
 from .gpt_oss import gpt_oss
 from .granite import granite_hybrid
+from .kimi_linear import kimi_linear
 from .lfm2 import lfm2
 from .llama import llama, mistral, mixtral
 from .llama4 import llama4
@@ -76,6 +77,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Qwen3NextForCausalLM": ("qwen3_next", qwen3_next),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", qwen3_5_moe),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", with_pictures(qwen3_5_moe)),
+    "KimiLinearForCausalLM": ("kimi_linear", kimi_linear),
     "Lfm2ForCausalLM": ("lfm2", lfm2),
     "Mamba2ForCausalLM": ("mamba2", mamba2),
     "FalconH1ForCausalLM": ("falcon_h1", falcon_h1),

@@ -141,16 +141,19 @@ def _with_layout(config: DecoderConfig, folder: Path) -> DecoderConfig:
     """Return a configuration with experts and the layout of their tensors in a checkpoint.
 
     Of some families there are checkpoints with a tensor for each expert, and others in which one
-    tensor has the matrices of all.
+    tensor has the matrices of all. In Kimi Linear's by transformers, layers without experts have
+    their MLP in the part that others call the experts'.
     """
     assert config.experts is not None
     names = config.experts.names
     if names.is_stacked or not [*folder.glob("*.safetensors")]:
         return config
+    stored = Checkpoint(folder).names()
+    if config.experts.dense_layers and not any(f".{config.names.mlp}." in x for x in stored):
+        config = replace(config, names=replace(config.names, mlp=names.block))
     fused = f".{names.block}.{names.experts}.gate_up_proj"
-    if not any(name.endswith(fused) for name in Checkpoint(folder).names()):
-        return config
-    names = replace(names, fused_gate_up="gate_up_proj", is_stacked=True)
+    if any(name.endswith(fused) for name in stored):
+        names = replace(names, fused_gate_up="gate_up_proj", is_stacked=True)
     return replace(config, experts=replace(config.experts, names=names))
 
 

@@ -38,19 +38,14 @@ def delta_inputs(spec: RecurrentConfig, dtype: str, target: VectorTarget) -> tir
     and k [n, num_key_heads, key_dim], v [n, num_heads, value_dim], log_decay and beta float32
     [n, num_heads].
     """
-    num_heads, key_dim, key_width, v_width, width = _widths(spec)
-    key_lanes = math.gcd(key_dim, target.lanes)
+    num_heads, _, _, _, width = widths(spec)
 
     def body(n, mixed, gates, a_log, dt_bias, q, k, v, log_decay, beta):
         def row(i):
-            for out, begin in ((q, 0), (k, key_width)):
-                with T.serial(T.int64(spec.num_key_heads)) as head:
-                    _scale_to_one(mixed, i, head * key_dim + begin, out, head, key_dim, key_lanes)
-            _copy(mixed, i, 2 * key_width, v, num_heads, spec.value_dim, target)
+            keys_and_values(spec, mixed, i, (q, k, v), target)
             with T.serial(T.int64(num_heads)) as head:
                 b, a = gates[i, head], gates[i, head + num_heads]
-                rate = T.float32(1.0) / (T.float32(1.0) + T.exp(T.float32(0.0) - b))
-                T.buffer_store(beta, rate, [i, head])
+                T.buffer_store(beta, rate(b), [i, head])
                 step = softplus(temp(a + dt_bias[head]))
                 decay = T.float32(0.0) - T.exp(a_log[head]) * step
                 T.buffer_store(log_decay, decay, [i, head])
@@ -83,7 +78,7 @@ def mamba2_inputs(
     and C), steps float32 [n, num_heads], a_log and dt_bias float32 [num_heads], then q and k
     [n, num_key_heads, key_dim], v [n, num_heads, value_dim], log_decay float32 [n, num_heads].
     """
-    num_heads, key_dim, key_width, v_width, width = _widths(spec)
+    num_heads, key_dim, key_width, v_width, width = widths(spec)
     lanes = math.gcd(spec.value_dim, target.lanes)
 
     def body(n, mixed, steps, a_log, dt_bias, q, k, v, log_decay):
@@ -128,6 +123,7 @@ def gated_norm(
     *,
     shares_weight: bool = False,
     skip_width: int = 0,
+    activation: str = "silu",
 ) -> tirx.PrimFunc:
     """Build the kernel of the gate and the norm behind a recurrence.
 
@@ -138,12 +134,13 @@ def gated_norm(
     num_groups : int
         Number of parts of a row that are normalized by themselves, each of which has whole heads.
     norm : {"gate_first", "gate_last"}, optional
-        Whether ``silu(gate)`` multiplies before or after the RMS norm; None: there is no norm.
+        Whether ``activation(gate)`` multiplies before or after the RMS norm; None: there is none.
     epsilon : float
     shares_weight : bool
         Whether all groups have the same weights.
     skip_width : int
         If not 0, ``d * x`` is added to o first, where x is the beginning of rows of this width.
+    activation : {"silu", "sigmoid"}
 
     Arguments of the kernel: o [n, features], gate [n, features], where chosen x [n, skip_width] and
     d float32 [heads], with a norm its weight float32 [features or those of a group], out
@@ -160,8 +157,9 @@ def gated_norm(
         weight = others[-1] if norm else None
 
         def gate_at(i, column):
-            z = temp(load(gate, [i, column], lanes), lanes)
-            return z * sigmoid(z, lanes)
+            if activation == "silu":
+                return silu_at(gate, [i, column], lanes)
+            return sigmoid(temp(load(gate, [i, column], lanes), lanes), lanes)
 
         def row(i):
             values = T.alloc_buffer((width,), "float32")
@@ -212,13 +210,34 @@ def gated_norm(
     return rows_kernel(arguments, body, target)
 
 
+def silu_at(gate, at: list, lanes: int):
+    """Return ``z * sigmoid(z)`` of columns of a row of the gate."""
+    z = temp(load(gate, at, lanes), lanes)
+    return z * sigmoid(z, lanes)
+
+
+def keys_and_values(spec: RecurrentConfig, mixed, i, outs: tuple, target: VectorTarget) -> None:
+    """Write Q, K and V of row i to heads; those of Q and K get a norm of 1."""
+    num_heads, key_dim, key_width, _, _ = widths(spec)
+    lanes, (*keys, v) = math.gcd(key_dim, target.lanes), outs
+    for out, begin in zip(keys, (0, key_width), strict=True):
+        with T.serial(T.int64(spec.num_key_heads)) as head:
+            _scale_to_one(mixed, i, head * key_dim + begin, out, head, key_dim, lanes)
+    _copy(mixed, i, 2 * key_width, v, num_heads, spec.value_dim, target)
+
+
+def rate(b):
+    """Return the sigmoid of a number."""
+    return T.float32(1.0) / (T.float32(1.0) + T.exp(T.float32(0.0) - b))
+
+
 def softplus(x):
     """Return log(1 + exp(x)) without overflow."""
     zero = T.float32(0.0)
     return T.max(x, zero) + T.log1p(T.exp(T.min(x, zero - x)))
 
 
-def _widths(spec: RecurrentConfig) -> tuple[int, int, int, int, int]:
+def widths(spec: RecurrentConfig) -> tuple[int, int, int, int, int]:
     """Return heads, the width of a key, of all keys, of V, and of Q, K and V."""
     key_width, v_width = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
     return spec.num_heads, spec.key_dim, key_width, v_width, 2 * key_width + v_width

@@ -195,11 +195,6 @@ def test_errors(reader, fields, message):
             3,
             r"must divide the key heads of a recurrent layer \(16\)",
         ),
-        (
-            mamba2(MAMBA | SHAPE | {"n_groups": 1}),
-            2,
-            "num_shards must be 1: the model has one group of B and C",
-        ),
     ],
 )  # fmt: skip
 def test_workers_divide_heads(config, num_shards, message):

@@ -276,14 +276,18 @@ WORKERS = {
     "falcon_h1, one group": (
         "falcon_h1", {"mamba_n_groups": 1, "mamba_rms_norm": False}, {"num_shards": 2}
     ),
+    "falcon_h1, one norm": (
+        "falcon_h1", {"mamba_n_groups": 1, "mamba_norm_before_gate": True}, {"num_shards": 2}
+    ),
     "granitemoehybrid": ("granitemoehybrid", {}, {"num_shards": 2}),
     "mamba2": ("mamba2", {}, {"num_shards": 2}),
+    "mamba2, one norm": ("mamba2", {"n_groups": 1}, {"num_shards": 2}),
     "lfm2": ("lfm2", {}, {"num_shards": 2, "stages": 2}),
+    "kimi_linear": ("kimi_linear", {}, {"stages": 2}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", few_of(WORKERS, 1))
-    "kimi_linear": ("kimi_linear", {}, {"stages": 2}),
 def test_workers_have_the_states_of_their_layers_and_heads(name, tmp_path):
     family, changes, split = WORKERS[name]
     theirs = write_checkpoint(tmp_path, family, FAMILIES[family] | changes)

@@ -13,6 +13,7 @@ from ..relax import PagedKVCacheObject
 from .config import DecoderConfig
 from .options import BuildOptions
 from .projections import Linear, SplitLinear
+from .shared_norm import shared_norm
 from .state_kernels import gated_norm, mamba2_inputs
 from .weight_parts import Output, Weight, channels, columns, rows, slices, vector
 
@@ -26,6 +27,7 @@ class Mamba2Mixer(nn.Module):
         self.spec, self.options, self.own = spec, options, config.mamba2
         self.epsilon, self.channels = config.norm_eps, conv.channels
         self.width = spec.num_heads * spec.value_dim
+        self.norm_spans_workers = bool(self.own.norm) and _divides_a_group(config, options)
         in_bias, out_bias = self.own.in_bias, self.own.out_bias
         self.z = Linear(hidden, self.width, options, in_bias, name=f"{name}.z")
         self.xbc = Linear(hidden, conv.channels, options, in_bias, name=f"{name}.xbc")
@@ -57,8 +59,22 @@ class Mamba2Mixer(nn.Module):
             [keys, keys, values, placeholder((n, spec.num_heads), "float32")],
         )
         out = op.reshape(cache.recurrent(layer, q, k, v, log_decay), (n, self.width))
+        return self.out_proj(self._gate(out, self.z(x), mixed), residual)
+
+    def _gate(self, out: nn.Tensor, gate: nn.Tensor, mixed: nn.Tensor) -> nn.Tensor:
+        """Return the output with its skip connection, gate and norm."""
+        spec, dtype, target = self.spec, self.options.dtype, self.options.vector
+        heads, inputs = (spec.num_heads, spec.value_dim), [out, gate, mixed, self.d]
+        if self.norm_weight is not None:
+            inputs.append(self.norm_weight)
+        if self.norm_spans_workers:
+            assert self.own.norm is not None
+            num_shards = self.options.num_shards
+            return shared_norm(
+                inputs, heads, self.own.norm, self.epsilon, num_shards, dtype, target
+            )
         norm = gated_norm(
-            (spec.num_heads, spec.value_dim),
+            heads,
             spec.num_key_heads,
             self.own.norm,
             self.epsilon,
@@ -66,11 +82,8 @@ class Mamba2Mixer(nn.Module):
             target,
             skip_width=self.channels,
         )
-        inputs = [out, self.z(x), mixed, self.d]
-        if self.norm_weight is not None:
-            inputs.append(self.norm_weight)
-        gated = op.tensor_ir_op(norm, "gated_norm", inputs, placeholder((n, self.width), dtype))
-        return self.out_proj(gated, residual)
+        rows = nn.Tensor.placeholder((out.shape[0], self.width), dtype)
+        return op.tensor_ir_op(norm, "gated_norm", inputs, rows)
 
     @staticmethod
     def weights(
@@ -99,6 +112,12 @@ class Mamba2Mixer(nn.Module):
             bias=own.out_bias,
             scale=config.scales.mixer,
         )
+
+
+def _divides_a_group(config: DecoderConfig, options: BuildOptions) -> bool:
+    """Whether workers divide the heads of a single group of B and C, which a norm spans."""
+    states = [layer.recurrent for layer in config.layers if layer.recurrent is not None]
+    return options.num_shards > 1 and any(state.num_key_heads == 1 for state in states)
 
 
 def _for_workers(xbc: Sequence[Output], spec: RecurrentConfig) -> list[Output]:

@@ -62,11 +62,6 @@ def check_share(config: DecoderConfig, num_shards: int) -> None:
             counts["heads of a recurrent layer"] = state.num_heads
             if state.num_key_heads > 1:
                 counts["key heads of a recurrent layer"] = state.num_key_heads
-            elif state.rule == "mamba2" and config.mamba2.norm and num_shards > 1:
-                raise ValueError(
-                    "num_shards must be 1: the model has one group of B and C, and normalizes all "
-                    f"heads of a recurrent layer together; got {num_shards}"
-                )
         elif layer.conv is not None:
             counts["channels of a convolution"] = layer.conv.channels
         for name, count in counts.items():

@@ -48,9 +48,11 @@ PYTHON
 }
 
 _pip() { # install; quiet unless it fails
+  # Python compiles a module when it is first imported. Most of torch and transformers never is, and
+  # pip takes half a minute to compile them.
   local log="$_venv/.pip.log"
-  if ! "$_venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" \
-    >"$log" 2>&1; then
+  if ! "$_venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+    --no-compile "$@" >"$log" 2>&1; then
     tail -n 20 "$log" >&2
     echo "setup: pip failed; all of its output is in $log" >&2
     return 1

@@ -346,7 +346,7 @@ def test_what_layers_must_share(cache_dir):
 def test_create(tmp_path, monkeypatch):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
     layers = [LayerSpec(), LayerSpec(rope=RopeConfig(theta=1e6))]
-    with fast_compilation.unoptimized():
+    with fast_compilation.unoptimized(), fast_compilation.when_called():
         cache = tvm_pagedkv.create(make_config(layers=layers))
     assert isinstance(cache, tvm_pagedkv.KVCache)
     cache.add_sequence(0)

@@ -32,7 +32,7 @@ from .disk_cache import code_versions, library_file, load_library
 from .lowering import KernelObjects, kernel_symbol
 from .progress import compiling
 from .recurrent_specs import conv_spec, describe, index_spec, recurrent_spec
-from .targets import is_cuda, resolve_target, vector_target
+from .targets import is_cuda, require_runnable, resolve_target, vector_target
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "lowering.py"))
 
@@ -139,6 +139,8 @@ def build_kernels(
     RuntimeError
         If compiling or linking fails; the message says what is missing.
     """
+    if not is_cuda(target):  # before what takes seconds
+        require_runnable(resolve_target(target))
     return load_libraries(build_libraries(config, target, progress, archs))
 
 

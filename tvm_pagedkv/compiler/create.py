@@ -24,7 +24,7 @@ from ..config import (
 )
 from .build import KernelLibraries, KernelSets, build_libraries, load_libraries
 from .cuda.library import require_code_for
-from .targets import is_cuda
+from .targets import is_cuda, require_runnable, resolve_target
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -71,6 +71,8 @@ def create(
         If the device has too little memory; nothing stays allocated.
     """
     device, target = _device_and_target(device, target)
+    if not is_cuda(target):  # before what takes seconds
+        require_runnable(resolve_target(target))
     built = build_libraries(config, target, progress)
     if is_cuda(target):
         for _, path in built.libraries:

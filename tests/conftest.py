@@ -12,7 +12,7 @@ import pytest
 
 from .support.expected_skips import pytest_configure  # noqa: F401  (a hook)
 from .support.older_release import IS_OLDER, skip_if_absent
-from .support.selections import find_spared, is_optimized, is_quick, runs_long
+from .support.selections import find_refused, find_spared, is_optimized, is_quick, runs_long
 
 # All workers, and the runs that follow, share what is compiled.
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
@@ -84,16 +84,17 @@ collect_ignore = ["cuda"] if IS_OLDER else []
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config, items):
-    """Mark the quick selection, leave out tests for an absent GPU, and start with the longest."""
+    """Mark the quick selection, leave out what cannot run, and start with the longest."""
     for item in find_spared(items):
         item.add_marker(pytest.mark.slow)
     for item in items:
         if is_quick(item.nodeid) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
+    deselected = find_refused(items, vector_target)
     if not has_cuda():
-        deselected = {item for item in items if item.get_closest_marker("gpu")}
-        config.hook.pytest_deselected(items=list(deselected))
-        items[:] = [item for item in items if item not in deselected]
+        deselected |= {item for item in items if item.get_closest_marker("gpu")}
+    config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+    items[:] = [item for item in items if item not in deselected]
     items.sort(key=lambda item: not runs_long(item.nodeid))  # so that workers end together
 
 

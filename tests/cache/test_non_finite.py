@@ -13,12 +13,20 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import KernelSpec
+from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch
 from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal, tensor
-from ..support.kernel_specs import BF16, F16, F32, make_spec, other_cpu, parametrize_seed, target_of
+from ..support.kernel_specs import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    other_cpu,
+    parametrize_seed,
+)
 from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
 from ..support.selections import latin_square
@@ -265,7 +273,7 @@ OTHERS = other_cpu("x86-64-v4", pytest.mark.slow), other_cpu("x86-64-v3"), other
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F32, BF16), (BF16, F16), (BF16, BF16)])
 def test_every_nan_stays_nan(dtypes, cpu):
     """Rounding must not carry from the fraction of a NaN into its exponent."""
-    target = target_of(cpu, F16 if F16 in dtypes else F32)
+    target = vector_target(cpu)
     spec = make_spec((2, 1), 16, dtypes, 4, target=target)
     for source in SOURCES:
         for nan in payloads(dtypes[0] if source == "q" else dtypes[1]):

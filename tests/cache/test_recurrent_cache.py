@@ -16,9 +16,10 @@ from tvm_pagedkv.cache.page_map import PageMap
 from ..support.dict_store import DictStore
 from ..support.permissive_steps import permissive_step
 from ..support.recurrent_world import NUM_TOKENS, Layer, World
+from ..support.selections import with_slow
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", with_slow(range(2), 1))
 @pytest.mark.parametrize(
     ("dtype", "history"), [("float32", None), ("float32", 16), ("bfloat16", None)], ids=str
 )

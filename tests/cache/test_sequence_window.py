@@ -11,9 +11,11 @@ from .. import reference
 from ..support.cache_cases import DIM, HEADS, ROPE
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import KERNELS, make_cache
+from ..support.selections import latin_square
 from ..support.sequence_window_cases import CHUNKINGS, WindowPair
 
 
+@latin_square(3, "mode", "page_size", "chunking")
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("page_size", [1, 4, 32])

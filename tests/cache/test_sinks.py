@@ -110,9 +110,9 @@ def test_over_numpy_kernels(seed):
 @pytest.mark.parametrize(
     "dtype, layer, softcap",
     [
-        (F32, pkv.LayerSpec(), None),
+        pytest.param(F32, pkv.LayerSpec(), None, marks=pytest.mark.slow),
         (BF16, pkv.LayerSpec("mha_sliding", 4, sink_logits=True), None),
-        (F16, pkv.LayerSpec(sink_logits=True), 2.0),
+        pytest.param(F16, pkv.LayerSpec(sink_logits=True), 2.0, marks=pytest.mark.slow),
     ],
     ids=["f32-pass", "bf16-window", "f16-softcap"],
 )

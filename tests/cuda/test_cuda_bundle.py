@@ -120,6 +120,7 @@ def test_code_for_other_devices(copy, device):
             pkv.load_bundle(copy, device=device.device)
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_the_command(monkeypatch, tmp_path):
     """The command writes machine code from nvcc."""
@@ -219,6 +220,7 @@ def test_drivers_that_are_too_old_or_without_a_device(bundle, tmp_path):
         assert re.search(text, said), said
 
 
+@pytest.mark.slow
 @needs_cmake
 @needs_no_device
 def test_the_cpp_program_without_a_driver(bundle):

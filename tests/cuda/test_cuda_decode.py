@@ -25,7 +25,7 @@ from ..support.cuda_emulator import (
     mutated,
     schedule,
 )
-from ..support.selections import every_third
+from ..support.selections import every_nth, latin_square
 
 KIB = 1024
 LITTLE = 99 * KIB  # of shared memory that a block may have
@@ -43,6 +43,7 @@ SPECS = {
 LENGTHS = [(1, n) for n in (0, 1, 33, 0, 64, 131, 0, 500, 0)]
 
 
+@latin_square(2, "spec")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @parametrize_seed
 @on_gpu_too
@@ -204,7 +205,7 @@ def test_every_schedule_gives_what_is_right(spec, monkeypatch):
         assert not _wrong_schedules(cuda_text("decode", spec), spec, monkeypatch, num_bytes)
 
 
-@pytest.mark.parametrize("place", every_third(range(18)))
+@pytest.mark.parametrize("place", every_nth(range(18), 6))
 def test_no_wait_and_no_barrier_can_be_left_out(place, monkeypatch):
     """Each is missed by one of the specs at least: nine of three stages, nine of two."""
     for spec in RACING:

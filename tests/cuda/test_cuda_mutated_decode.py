@@ -21,7 +21,7 @@ from ..support.attention_cases import PagedBatch, altered_kernels
 from ..support.cuda_cases import make_spec
 from ..support.cuda_emulator import multiprocessors
 from ..support.mutated_source import Mistake
-from ..support.selections import every_third
+from ..support.selections import every_nth
 
 ALIBI = tuple(reference.alibi_slopes(4))
 SPEC = dataclasses.replace(make_spec((4, 2), 32, page=8), alibi_slopes=ALIBI)
@@ -68,7 +68,7 @@ def test_without_a_mistake():
     check()
 
 
-@pytest.mark.parametrize("mistake", every_third(MISTAKES), ids=str)
+@pytest.mark.parametrize("mistake", every_nth(MISTAKES, 6), ids=str)
 def test_mistakes(mistake, monkeypatch):
     mistake.make(monkeypatch)
     monkeypatch.setitem(BUILDERS, "decode", decode.decode)

@@ -161,6 +161,7 @@ def check(monkeypatch, make: Callable, run: Callable, verify: Callable, position
     outcome(give_scores_of_inf, nans, expected(let_q_be))
 
 
+@latin_square(2, "spec", "window", "count")
 @parametrize_specs
 @pytest.mark.parametrize("window, count", [(None, 2), (None, 60), (40, 2)])
 @on_gpu_too
@@ -236,6 +237,7 @@ def test_trees(spec, window, monkeypatch):
         )
 
 
+@latin_square(2, "spec", "count")
 @parametrize_mla
 @parametrize_splits
 @on_gpu_too
@@ -263,7 +265,7 @@ def test_mla_trees(spec, monkeypatch):
     )
 
 
-@latin_square(2, "spec", "count")
+@latin_square(4, "spec", "count")
 @pytest.mark.parametrize("spec", [*SPECS.values(), *MLA.values()], ids=[*SPECS, *MLA])
 @parametrize_splits
 @on_gpu_too

@@ -32,6 +32,7 @@ from ..support.page_kernel_cases import (
     check_transpose_append,
     fused,
 )
+from ..support.selections import latin_square
 
 SPECS = {
     "8:2x128-f16-p16": make_spec((8, 2), 128),
@@ -43,6 +44,7 @@ SPECS = {
 spec = tvm.testing.parameter(by_dict=SPECS)
 
 
+@latin_square(2, "spec")
 @on_gpu_too
 def test_copies(spec):
     for num_rows in (0, 37):
@@ -54,6 +56,7 @@ def test_copies(spec):
         check_copy_pages(spec, num_copies, 0)
 
 
+@latin_square(2, "spec")
 @on_gpu_too
 def test_rotations(spec):
     for apply_rope in (0, 1):
@@ -92,6 +95,7 @@ def test_longrope_chooses_factors_by_sequence():
     check_rope_append(spec, expected, qkv, positions.astype(np.int32), lengths)
 
 
+@latin_square(2, "spec")
 @on_gpu_too
 def test_merge(spec):
     for num_rows in (0, 19):

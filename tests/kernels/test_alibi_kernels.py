@@ -10,6 +10,7 @@ import pytest
 import tvm.testing
 
 from tir_kernels.spec import KernelSpec
+from tvm_pagedkv.compiler.build import vector_target
 from tvm_pagedkv.config import standard_slopes
 
 from ..support.attention_cases import PagedBatch, RaggedBatch
@@ -23,8 +24,8 @@ from ..support.kernel_specs import (
     make_spec,
     parametrize_cpu,
     parametrize_seed,
-    target_of,
 )
+from ..support.selections import latin_square
 from ..support.tree_cases import PagedTrees, RaggedTrees
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees, ragged_trees
@@ -48,6 +49,7 @@ SPECS = {
 spec = tvm.testing.parameter(by_dict=SPECS)
 
 
+@latin_square(2, "spec")
 @pytest.mark.parametrize("window", [None, 20], ids=["all", "window"])
 @parametrize_seed
 def test_decode(spec, window, seed):
@@ -57,6 +59,7 @@ def test_decode(spec, window, seed):
         case.verify(window=window)
 
 
+@latin_square(2, "spec")
 @pytest.mark.parametrize("window", [None, 20], ids=["all", "window"])
 @parametrize_seed
 def test_prefill(spec, window, seed):
@@ -66,6 +69,7 @@ def test_prefill(spec, window, seed):
         case.verify(window=window)
 
 
+@latin_square(2, "spec")
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @parametrize_seed
 def test_prefill_ragged(spec, causal, seed):
@@ -74,6 +78,7 @@ def test_prefill_ragged(spec, causal, seed):
     case.verify(causal)
 
 
+@latin_square(2, "spec")
 @parametrize_seed
 def test_trees_count_depth(spec, seed):
     rng = np.random.default_rng(seed)
@@ -85,6 +90,7 @@ def test_trees_count_depth(spec, seed):
         case.verify()
 
 
+@latin_square(2, "spec")
 @parametrize_seed
 def test_prefill_shared(spec, seed):
     SharedBatch(spec, SEGMENTS["many"], seed).check()
@@ -104,7 +110,7 @@ def test_beside_a_rotation(seed):
 @parametrize_cpu("x86-64-v3", "x86-64")
 @parametrize_seed
 def test_other_instruction_sets(cpu, seed):
-    target = target_of(cpu)
+    target = vector_target(cpu)
     spec = with_slopes(make_spec((7, 1), 104, (F32, BF16), 8, target=target))
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
     case.decode(cpu)

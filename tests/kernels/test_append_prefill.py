@@ -8,6 +8,7 @@ import pytest
 
 from tir_kernels import build_kernel, kernel_names
 from tir_kernels.spec import RopeSpec
+from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
 from ..support.attention_cases import PagedBatch, compiled, normal
@@ -19,7 +20,6 @@ from ..support.kernel_specs import (
     make_spec,
     parametrize_cpu,
     parametrize_seed,
-    target_of,
 )
 from ..support.selections import few_of
 
@@ -115,7 +115,7 @@ def test_append_prefill(spec, batch, apply_rope, seed):
 @parametrize_cpu("x86-64-v3", "x86-64")
 @parametrize_seed
 def test_narrow_vectors(cpu, seed):
-    check(make_spec((8, 2), 64, target=target_of(cpu)), BATCHES["tiles"], seed, True, cpu)
+    check(make_spec((8, 2), 64, target=vector_target(cpu)), BATCHES["tiles"], seed, True, cpu)
 
 
 def test_refused_specs():

@@ -29,7 +29,6 @@ from ..support.kernel_specs import (
     make_spec,
     parametrize_cpu,
     parametrize_seed,
-    target_of,
 )
 from ..support.selections import latin_square, with_slow
 
@@ -170,7 +169,7 @@ def test_another_rotation_than_the_baked_one_is_refused(name):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):
-    target = target_of(cpu, dtype)
+    target = vector_target(cpu)
     spec = make_spec((7, 1), 104, (F32, dtype), 8, target=target)
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
     case.decode(cpu)

@@ -11,17 +11,18 @@ import tvm_ffi
 from tir_kernels import build_kernel, conv_kernels, kernel_names
 from tir_kernels.conv_spec import ConvSpec
 from tir_kernels.script import read_by_tvm
+from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
 from ..support.attention_cases import compiled, normal, tensor
 from ..support.conv_cases import SHAPES, check_conv
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed, target_of
+from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
 from ..support.recurrent_moves import check_compact_copy, check_copy_pages
 
 
 def make_spec(shape: str, dtype: str = F32, cpu: str = "native", page: int = 4) -> ConvSpec:
     channels, width, activation, has_bias = SHAPES[shape]
-    return ConvSpec(channels, width, dtype, activation, has_bias, page, target_of(cpu, dtype))
+    return ConvSpec(channels, width, dtype, activation, has_bias, page, vector_target(cpu))
 
 
 @parametrize_seed

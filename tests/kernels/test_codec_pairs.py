@@ -6,10 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tvm_pagedkv.compiler.build import vector_target
 from tvm_pagedkv.compiler.cuda import cuda_spec
 
 from ..support.attention_cases import PagedBatch
-from ..support.kernel_specs import BATCHES, BF16, DECODE_BATCHES, F16, F32, make_spec, target_of
+from ..support.kernel_specs import BATCHES, BF16, DECODE_BATCHES, F16, F32, make_spec
 from ..support.quantized_cases import (
     check_copies,
     check_debug_get_kv,
@@ -69,7 +70,7 @@ def test_windows_trees_and_shared_prefixes(spec):
 
 @pytest.mark.parametrize("codec", ["int8,int4", "int5,int4"])
 def test_other_cpus(codec):
-    spec = make_spec((4, 2), 64, (F32, codec), 8, target=target_of("x86-64-v3", F32))
+    spec = make_spec((4, 2), 64, (F32, codec), 8, target=vector_target("x86-64-v3"))
     check_transpose_append(spec, 40, 0, "x86-64-v3")
     check_debug_get_kv(spec, 40, 0, "x86-64-v3")
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], 0)

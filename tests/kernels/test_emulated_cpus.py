@@ -37,19 +37,12 @@ def cpu(request):
         yield request.param
 
 
-def needs_conversion(cpu, *dtypes: str) -> None:
-    """Leave a case to CPUs that convert float16; on others such a spec is refused."""
-    if F16 in dtypes and not cpu.traits.has_f16_convert:
-        pytest.skip("refused, see test_float16_needs_conversion_in_hardware")
-
-
 parametrize_dtypes = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 
 
 @latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_rows_that_move(cpu, dtypes):
-    needs_conversion(cpu, *dtypes)
     spec = make_spec((5, 1), 72, dtypes, 4, target=cpu.traits, rope=RopeSpec(rotary_dim=40))
     page_kernel_cases.check_transpose_append(spec, 37, SEED)
     rope = reference.Rope(rotary_dim=40)
@@ -65,7 +58,6 @@ def test_rows_that_move(cpu, dtypes):
 @latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_attention(cpu, dtypes):
-    needs_conversion(cpu, *dtypes)
     spec = make_spec((6, 2), 104, dtypes, 8, target=cpu.traits)
     for lengths in (DECODE_BATCHES["mixed"], [(1, 700)]):
         case = PagedBatch(spec, lengths, SEED)
@@ -80,7 +72,6 @@ def test_attention(cpu, dtypes):
 @latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_trees_and_windows(cpu, dtypes):
-    needs_conversion(cpu, *dtypes)
     rng = np.random.default_rng(SEED)
     spec = make_spec((4, 2), 64, dtypes, target=cpu.traits)
     trees = [(7, 70, random_parents(rng, 7)), (0, 20, []), (3, 5, chain(3))]
@@ -96,7 +87,6 @@ def test_trees_and_windows(cpu, dtypes):
 @latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_latent_rows(cpu, dtypes):
-    needs_conversion(cpu, *dtypes)
     spec = replace(make_mla_spec(5, (40, 24), dtypes, 8), target=cpu.traits)
     case = LatentBatch(spec, [(9, 70)], SEED)
     case.run(True)
@@ -106,7 +96,6 @@ def test_latent_rows(cpu, dtypes):
 @latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_shared_prefixes(cpu, dtypes):
-    needs_conversion(cpu, *dtypes)
     spec = make_spec((6, 2), 72, dtypes, 8, target=cpu.traits)
     SharedBatch(spec, SEGMENTS["many"], SEED).check()
 
@@ -115,7 +104,6 @@ def test_shared_prefixes(cpu, dtypes):
 @pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize("codec", ["int8", "int4", "float8_e4m3fn", "int5"])
 def test_quantized_pages(cpu, codec, dtype):
-    needs_conversion(cpu, dtype)
     spec = make_spec((5, 5), 96, (dtype, codec), 4, target=cpu.traits)
     quantized_cases.check_transpose_append(spec, 40, SEED)
     quantized_cases.check_rope_append(spec, 40, 1, SEED)

@@ -15,7 +15,7 @@ from tir_kernels.spec import VectorTarget
 
 from .. import reference
 from ..support.attention_cases import compiled, normal, tensor
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, target_of
+from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu
 from ..support.mla_cases import LatentBatch, make_spec
 from ..support.selections import latin_square, with_slow
 
@@ -75,7 +75,6 @@ def test_nan_behind_a_row(num_heads, dtype, kv_len):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):
-    target_of(cpu, dtype)  # skips what cannot run
     spec = make_spec(7, (104, 24), (F32, dtype), 8, cpu=cpu)
     for batch in ("one-row", "tiles"):
         case = LatentBatch(spec, BATCHES[batch], seed)

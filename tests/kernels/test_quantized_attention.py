@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
+from tvm_pagedkv.compiler.build import vector_target
 
 from ..support.attention_cases import PagedBatch
 from ..support.kernel_specs import (
@@ -22,7 +23,6 @@ from ..support.kernel_specs import (
     make_spec,
     parametrize_cpu,
     parametrize_seed,
-    target_of,
 )
 from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
@@ -61,7 +61,7 @@ def spec_of(shape, dtype: str, codec: str, **fields):
     return make_spec(heads, dim, (dtype, codec), page, **more, **fields)
 
 
-@latin_square(4, "shape", "dtype", "codec")
+@latin_square(8, "shape", "dtype", "codec")
 @parametrize_shapes("5:5x96-p1")
 @parametrize_dtypes
 @parametrize_codecs
@@ -73,7 +73,7 @@ def test_decode(shape, dtype, codec, batch, seed):
     case.verify()
 
 
-@latin_square(4, "shape", "dtype", "codec")
+@latin_square(8, "shape", "dtype", "codec")
 @parametrize_shapes("5:5x96-p1", "4:2x64-p8-cap")
 @parametrize_dtypes
 @parametrize_codecs
@@ -115,7 +115,7 @@ def test_groups_of_both_halves(shape, seed):
 @parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
 @parametrize_seed
 def test_other_cpus(dtype, codec, cpu, seed):
-    spec = spec_of(SHAPES["5:5x96-p1"], dtype, codec, target=target_of(cpu, dtype))
+    spec = spec_of(SHAPES["5:5x96-p1"], dtype, codec, target=vector_target(cpu))
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
     case.decode(cpu)
     case.verify()
@@ -124,7 +124,7 @@ def test_other_cpus(dtype, codec, cpu, seed):
     case.verify()
 
 
-@latin_square(3, "codec", "dtype")
+@latin_square(5, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("window", [1, 33, 100])
@@ -139,7 +139,7 @@ def test_windows_of_layers(dtype, codec, window, seed):
     case.verify(window=window)
 
 
-@latin_square(3, "codec", "dtype")
+@latin_square(5, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("batch", DECODES)
@@ -150,7 +150,7 @@ def test_decode_of_sequences_with_gaps(dtype, codec, batch, seed):
     case.verify(4, False)
 
 
-@latin_square(3, "codec", "dtype")
+@latin_square(5, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("batch", PREFILLS)
@@ -161,7 +161,7 @@ def test_prefill_of_sequences_with_gaps(dtype, codec, batch, seed):
     case.verify(4, False)
 
 
-@latin_square(3, "codec", "dtype")
+@latin_square(5, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("name", ["decode", "prefill"])
@@ -177,7 +177,7 @@ def test_windows_as_the_stock_cache_passes_them(dtype, codec, name, seed):
         case.verify(3, inline)
 
 
-@latin_square(3, "codec", "dtype")
+@latin_square(5, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @parametrize_seed
@@ -188,7 +188,7 @@ def test_trees(dtype, codec, seed):
     case.verify()
 
 
-@latin_square(4, "shape", "dtype", "codec")
+@latin_square(6, "shape", "dtype", "codec")
 @pytest.mark.parametrize("shape", ["32:8x128-p16", "6:2x256-p4-alibi", "4:2x64-p8-cap"])
 @parametrize_dtypes
 @parametrize_codecs
@@ -265,7 +265,7 @@ def test_decode_of_tiny_values(codec, size, seed):
     np.testing.assert_allclose(case.o.numpy(), o, rtol=0, atol=left_out + 1e-3 * np.abs(o).max())
 
 
-@latin_square(3, "codec", "dtype")
+@latin_square(5, "codec", "dtype")
 @parametrize_codecs
 @parametrize_dtypes
 @parametrize_seed

@@ -9,11 +9,12 @@ import pytest
 
 from tir_kernels import build_kernel
 from tir_kernels.spec import RopeSpec
+from tvm_pagedkv.compiler.build import vector_target
 
 from ..reference import quantized
 from ..support.attention_cases import compiled
 from ..support.attention_cases import tensor as place
-from ..support.kernel_specs import BF16, F16, F32, make_spec, parametrize_cpu, target_of
+from ..support.kernel_specs import BF16, F16, F32, make_spec, parametrize_cpu
 from ..support.mla_cases import make_spec as make_mla_spec
 from ..support.quantized_cases import (
     CODECS,
@@ -46,7 +47,7 @@ def quantized_spec(shape, dtype: str, codec: str, **fields):
     return make_spec(heads, dim, (dtype, codec), page, **more, **fields)
 
 
-@latin_square(4, "shape", "dtype", "codec")
+@latin_square(8, "shape", "dtype", "codec")
 @parametrize_seed
 @pytest.mark.parametrize("num_rows", [0, 1, 700])
 @parametrize_codecs
@@ -56,7 +57,7 @@ def test_append_quantizes(shape, dtype, codec, num_rows, seed):
     check_transpose_append(quantized_spec(shape, dtype, codec), num_rows, seed)
 
 
-@latin_square(4, "shape", "dtype", "codec")
+@latin_square(8, "shape", "dtype", "codec")
 @parametrize_seed
 @pytest.mark.parametrize("apply_rope", [0, 1])
 @parametrize_codecs
@@ -82,12 +83,13 @@ def test_rows_of_any_width(shape, codec, seed):
 @parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
 @parametrize_dtypes
 def test_append_for_other_cpus(dtype, cpu, codec, seed):
-    spec = quantized_spec(SHAPES["4:2x96-p1"], dtype, codec, target=target_of(cpu, dtype))
+    spec = quantized_spec(SHAPES["4:2x96-p1"], dtype, codec, target=vector_target(cpu))
     check_transpose_append(spec, 40, seed, cpu)
     check_rope_append(spec, 40, 1, seed, cpu)
     check_debug_get_kv(spec, 40, seed, cpu)
 
 
+@latin_square(4, "shape", "codec")
 @parametrize_seed
 @parametrize_codecs
 @parametrize_shapes
@@ -95,7 +97,7 @@ def test_copies_move_codes_and_scales(shape, codec, seed):
     check_copies(quantized_spec(shape, F16, codec), seed)
 
 
-@latin_square(4, "shape", "dtype", "codec")
+@latin_square(8, "shape", "dtype", "codec")
 @parametrize_seed
 @pytest.mark.parametrize("num_rows", [0, 1, 700])
 @parametrize_codecs
@@ -105,7 +107,7 @@ def test_debug_get_kv_dequantizes(shape, dtype, codec, num_rows, seed):
     check_debug_get_kv(quantized_spec(shape, dtype, codec), num_rows, seed)
 
 
-@latin_square(4, "dims", "dtype", "codec")
+@latin_square(6, "dims", "dtype", "codec")
 @parametrize_seed
 @parametrize_codecs
 @parametrize_dtypes
@@ -120,7 +122,7 @@ def test_latent_rows(dims, dtype, codec, seed):
 @parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
 def test_every_float8_code_is_chosen_and_read_exactly(cpu):
     """Rows of all finite codes with the scale 1 come back bit for bit."""
-    spec = make_spec((1, 1), 256, (F32, "float8_e4m3fn"), 2, target=target_of(cpu))
+    spec = make_spec((1, 1), 256, (F32, "float8_e4m3fn"), 2, target=vector_target(cpu))
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     numbers = np.nan_to_num(numbers, nan=448.0)[None, None]
     pages = place(pool(spec, 1))

@@ -8,8 +8,9 @@ import tvm.testing
 
 from tir_kernels import build_kernel, kernel_names, recurrent_kernels
 from tir_kernels.recurrent_spec import RULES, RecurrentSpec
+from tvm_pagedkv.compiler.build import vector_target
 
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed, target_of
+from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
 from ..support.recurrent_cases import SHAPES
 from ..support.recurrent_moves import (
     check_append,
@@ -27,11 +28,11 @@ SPECS = {
     "lightning-f32": ("lightning", "2-heads-64x256", F32, 8),
 }
 # Rows of 49 KiB, as Kimi Linear has them: longer than a vector copy that is unrolled.
-WIDE = RecurrentSpec("kda", 32, 32, 128, 128, BF16, 2, target_of("native"))
+WIDE = RecurrentSpec("kda", 32, 32, 128, 128, BF16, 2, vector_target("native"))
 
 
 def make_spec(rule: str, shape: str, dtype: str, page: int, cpu: str = "native") -> RecurrentSpec:
-    return RecurrentSpec(rule, *SHAPES[shape], dtype, page, target_of(cpu, dtype))
+    return RecurrentSpec(rule, *SHAPES[shape], dtype, page, vector_target(cpu))
 
 
 @pytest.fixture(params=SPECS.values(), ids=SPECS)

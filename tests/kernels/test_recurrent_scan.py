@@ -11,10 +11,11 @@ import tvm_ffi
 from tir_kernels import build_kernel, kernel_names
 from tir_kernels.recurrent_spec import RULES, RecurrentSpec
 from tir_kernels.script import read_by_tvm
+from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
 from ..support.attention_cases import tensor
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed, target_of
+from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
 from ..support.recurrent_cases import (
     SHAPES,
     Tokens,
@@ -28,7 +29,7 @@ from ..support.selections import latin_square
 
 
 def make_spec(rule: str, shape: str, dtype: str = F32, cpu: str = "native", page: int = 4):
-    return RecurrentSpec(rule, *SHAPES[shape], dtype, page, target_of(cpu, dtype))
+    return RecurrentSpec(rule, *SHAPES[shape], dtype, page, vector_target(cpu))
 
 
 @parametrize_seed
@@ -85,7 +86,7 @@ def test_token_trees(is_forest, rule, seed):
 
 def test_long_sequences_do_not_drift():
     """Ten thousand tokens whose decay is almost 1: an error of the decay would add up."""
-    spec = RecurrentSpec("lightning", 1, 1, 4, 4, target=target_of("native"))
+    spec = RecurrentSpec("lightning", 1, 1, 4, 4, target=vector_target("native"))
     tokens = Tokens.random(spec, 10_000, np.random.default_rng(0))
     tokens.log_decay[:] = -1e-4
     tokens.k[:] = tokens.v[:] = 1

@@ -12,6 +12,7 @@ from ..support.attention_cases import PagedBatch, RaggedBatch
 from ..support.kernel_specs import BATCHES, BF16, F32, NATIVE, make_spec, parametrize_seed
 from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
+from ..support.selections import latin_square
 from ..support.tree_cases import PagedTrees, random_parents
 
 # Where this CPU has pairs of bfloat16, decode and single rows have them, and tiles do not.
@@ -21,6 +22,7 @@ LEAVES_ONE = replace(INTEL, tile=(4, 7 if NATIVE.lanes == 8 else 3))
 LENGTHS = [*BATCHES["mixed"], *BATCHES["tiles"]]
 
 
+@latin_square(2, "spec")
 @pytest.mark.parametrize(
     "spec",
     [

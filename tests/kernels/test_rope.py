@@ -15,6 +15,7 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler import resolve_target
 
 from .. import reference
+from ..support.selections import latin_square
 
 ORIGINAL = 4096
 
@@ -210,6 +211,7 @@ def test_sine_and_cosine_to_three_parts_in_ten_million(lanes):
     assert np.abs(out.numpy()[1] - np.cos(exact)).max() < 3e-7
 
 
+@latin_square(4, "name", "rotary_dim", "scale", "lanes")
 @pytest.mark.parametrize(
     "name, rotary_dim, scale",
     [

@@ -28,7 +28,7 @@ def assert_same(build) -> tvm.tirx.PrimFunc:
 
 # TVM's parser takes seconds for a kernel, so most are left to the long runs.
 FEW = {
-    "cpu": {"merge", "copy_pages", "rope_append", "decode"},
+    "cpu": {"merge", "copy_pages", "rope_append"},
     "cuda": {"merge", "rope_append"},
 }
 KERNELS = [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
+from tvm_pagedkv.compiler.build import vector_target
 
 from ..support.kernel_specs import (
     BF16,
@@ -17,10 +18,9 @@ from ..support.kernel_specs import (
     make_spec,
     parametrize_cpu,
     parametrize_seed,
-    target_of,
 )
 from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.selections import few_of
+from ..support.selections import few_of, latin_square
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
 
 PAGED_SPECS = {
@@ -63,6 +63,7 @@ def test_tree_paged(spec, seed):
     case.verify()
 
 
+@latin_square(3, "window", "spec")
 @pytest.mark.parametrize("window", [1, 2, 7, 40, 500, -9, -64])
 @pytest.mark.parametrize("spec", few_of(PAGED_SPECS.values(), 3), ids=PAGED_SPECS)
 @parametrize_seed
@@ -142,7 +143,7 @@ def test_tree(spec, seed):
         case.verify(window=window)
 
 
-@pytest.mark.parametrize("rope", ["partial-scaled", "yarn-bf16", "odd-pairs-bf16"])
+@pytest.mark.parametrize("rope", few_of(["yarn-bf16", "partial-scaled", "odd-pairs-bf16"], 1))
 @parametrize_seed
 def test_inline_rope_follows_the_depth_of_nodes(rope, seed):
     spec, rng = ROPE_SPECS[rope], np.random.default_rng(seed)
@@ -159,7 +160,7 @@ def test_inline_rope_follows_the_depth_of_nodes(rope, seed):
 @parametrize_cpu("x86-64-v3", "x86-64")
 @parametrize_seed
 def test_other_instruction_sets(cpu, seed):
-    target = target_of(cpu)
+    target = vector_target(cpu)
     spec = make_spec((7, 1), 104, (F32, BF16), 8, target=target, rope=RopeSpec(rotary_dim=104))
     case = PagedTrees(spec, paged_trees(np.random.default_rng(seed)), seed)
     case.run(cpu, inline=True)

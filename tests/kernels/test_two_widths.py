@@ -13,6 +13,7 @@ from ..support import two_widths
 from ..support.attention_cases import PagedBatch, compiled, normal, tensors_for
 from ..support.kernel_specs import BF16, DECODE_BATCHES, F16, F32, make_spec
 from ..support.page_kernel_cases import pages_for, shuffled_slots, unaligned_tensor
+from ..support.selections import latin_square
 
 CPU_SPECS = {
     "8:2x192/128-f32": make_spec((8, 2), (192, 128)),
@@ -28,6 +29,7 @@ parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 BATCH = [(3, 70), (0, 33), (2, 2), (40, 65)]
 
 
+@latin_square(2, "spec")
 @parametrize_specs
 def test_attention(spec):
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], 0)
@@ -39,6 +41,7 @@ def test_attention(spec):
         case.verify(causal)
 
 
+@latin_square(2, "spec")
 @parametrize_specs
 @pytest.mark.parametrize("apply_rope", [0, 1])
 def test_appends(spec, apply_rope):
@@ -81,6 +84,7 @@ def test_appends(spec, apply_rope):
         reference.assert_same_bits(v_rows, v[kept])
 
 
+@latin_square(2, "spec")
 @parametrize_specs
 def test_copies(spec):
     tensor, rng = tensors_for(spec, unaligned_tensor), np.random.default_rng(0)

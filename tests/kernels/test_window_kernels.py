@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
+from tvm_pagedkv.compiler.build import vector_target
 from tvm_pagedkv.config import standard_slopes
 
 from .. import reference
@@ -23,7 +24,6 @@ from ..support.kernel_specs import (
     make_spec,
     parametrize_cpu,
     parametrize_seed,
-    target_of,
 )
 from ..support.selections import few_of, latin_square
 
@@ -103,6 +103,7 @@ def test_decode(spec, batch, inline):
     case.verify(4, inline)
 
 
+@latin_square(2, "spec", "batch", "inline")
 @parametrize_specs
 @pytest.mark.parametrize("batch", PREFILLS)
 @parametrize_inline
@@ -194,7 +195,7 @@ def test_scaled_rotations(seed):
 @parametrize_cpu("x86-64-v3", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_other_instruction_sets(cpu, dtype):
-    target = target_of(cpu, dtype)
+    target = vector_target(cpu)
     spec = make_spec((7, 1), 104, (F32, dtype), 8, target=target, logit_softcap=0.5)
     for name, cases in (("decode", DECODES), ("prefill", PREFILLS)):
         case = WindowBatch(spec, cases["short"], 0)

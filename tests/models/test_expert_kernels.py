@@ -22,6 +22,7 @@ from tvm_pagedkv.models.weight_formats import FORMATS, GROUP
 
 from .. import reference
 from ..support.kernel_specs import needs_cpu
+from ..support.selections import latin_square
 from ..support.weight_cases import random_codes
 
 ROUTINGS = {
@@ -148,6 +149,7 @@ CASES = [
 ]
 
 
+@latin_square(2, "dtype", "format", "cpu", "gathers")
 @pytest.mark.parametrize(("dtype", "format", "cpu"), CASES)
 @pytest.mark.parametrize("gathers", [True, False])
 def test_expert_linear(dtype, format, cpu, gathers):

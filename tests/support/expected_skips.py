@@ -14,13 +14,9 @@ import pytest
 
 from .older_release import PREFIX
 
-REFUSED = "float16 is refused without conversion in hardware, and the refusal has tests"
 NO_AVX512 = "only CPUs with AVX-512 run code for x86-64-v4"
 NO_AVX512_BF16 = "what surrounds the model of AMX runs on CPUs with AVX-512 and bfloat16"
-NO_EMULATOR = (
-    "qemu-user and a compiler for AArch64 are packages of the system, and CPUs without F16C refuse "
-    "float16"
-)
+NO_EMULATOR = "qemu-user and a compiler for AArch64 are packages of the system"
 NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot install"
 NO_BYTE_DOTS = "only CPUs with AVX512-VNNI multiply codes of weights as bytes"
 _TILES = "tests/harness/test_tile_model.py"
@@ -30,13 +26,6 @@ _PAGES = "tests/kernels/test_quantized_page_kernels.py"
 EXPECTED = {
     "tests/models/test_code_kernels.py::test_activations*": NO_BYTE_DOTS,
     "tests/models/test_code_kernels.py::test_linear*no bytes]": NO_AVX512,
-    "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
-    "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
-    "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
-    "tests/kernels/test_window_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
-    "tests/kernels/test_quantized_attention.py::test_other_cpus*x86-64-*-float16]": REFUSED,
-    f"{_PAGES}::test_append_for_other_cpus*float16-x86-64-*": REFUSED,
-    "tests/cache/test_non_finite.py::test_every_nan_stays_nan*dtypes2-x86-64]": REFUSED,
     "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
     "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
     "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
+from tir_kernels.spec import KernelSpec, RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
 from .foreign_code import runs_here
@@ -99,11 +99,3 @@ def other_cpu(cpu: str, *marks: pytest.MarkDecorator):
 def parametrize_cpu(*cpus: str) -> pytest.MarkDecorator:
     """Compile the kernels of a test for each of these CPUs."""
     return pytest.mark.parametrize("cpu", [other_cpu(cpu) for cpu in cpus])
-
-
-def target_of(cpu: str, dtype: str = F32) -> VectorTarget:
-    """The target of another CPU; skips a test of a type that its kernels refuse."""
-    target = vector_target(cpu)
-    if dtype == F16 and not target.has_f16_convert:
-        pytest.skip("refused, see test_float16_needs_conversion_in_hardware")
-    return target

@@ -6,7 +6,7 @@ Long runs are marked `slow` where they are defined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -97,9 +97,9 @@ def few_of(values: Iterable, count: int) -> list:
     return values[:count] + [pytest.param(v, marks=pytest.mark.slow) for v in values[count:]]
 
 
-def every_third(values: Iterable) -> list:
-    """Return values of a parameter, of which two in three are left to the long runs."""
-    return [pytest.param(v, marks=pytest.mark.slow if i % 3 else ()) for i, v in enumerate(values)]
+def every_nth(values: Iterable, n: int) -> list:
+    """Return values of a parameter, of which all but one in `n` are left to the long runs."""
+    return [pytest.param(v, marks=pytest.mark.slow if i % n else ()) for i, v in enumerate(values)]
 
 
 def find_spared(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -121,3 +121,24 @@ def find_spared(items: list[pytest.Item]) -> set[pytest.Item]:
         if total % size != 0:
             spared.add(item)
     return spared
+
+
+def find_refused(items: list[pytest.Item], vector_target: Callable) -> set[pytest.Item]:
+    """Return the tests of float16 for CPUs that do not convert it: no machine can run them.
+
+    `vector_target` names the instruction set of a CPU; whoever imports this file may not want TVM.
+    `test_float16_needs_conversion_in_hardware` shows that their kernels are refused.
+    """
+    refused = set()
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        values = [params.get("dtype"), *(params.get("dtypes") or ())]
+        cpu = params.get("cpu", "native")
+        if "float16" in values:
+            if isinstance(cpu, str):
+                target = vector_target(cpu) if cpu.startswith("x86-64") else None
+            else:
+                target = cpu.traits  # an emulated one
+            if target is not None and not target.has_f16_convert:
+                refused.add(item)
+    return refused

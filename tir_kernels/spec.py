@@ -41,7 +41,8 @@ class VectorTarget:
         Whether ``vdpbf16ps`` multiplies fewer numbers per second than float32 multiply-adds. Then
         only kernels that wait for memory use it: decode.
     has_word_dot : bool
-        Whether ``vpmaddwd`` on 256-bit registers multiplies the codes of quantized pages.
+        Whether ``vpmaddwd`` on 256-bit registers multiplies the codes of quantized pages and of
+        quantized weights.
     tile : (rows, vectors) or None
         The sums of a register tile of prefill: rows of Q or of weights, by vectors of columns, with
         no more than a vector of 64 positions left. With None, the tile suits the number of

@@ -66,8 +66,8 @@ def measure(name: str, rows: list[int], budget: float, limits) -> None:
         "down": expert_linear(down, *args, "float32", gathers=False),
         "gated": gated("silu", WIDTH, dtype, target),
         "group": group_pairs(Experts(NUM_EXPERTS, NUM_CHOSEN, WIDTH), target),
-        "encode_x": encode_rows(HIDDEN, dtype),
-        "encode_h": encode_rows(WIDTH, dtype),
+        "encode_x": encode_rows(HIDDEN, dtype, as_words=target.has_word_dot),
+        "encode_h": encode_rows(WIDTH, dtype, as_words=target.has_word_dot),
     }
     named = {key: kernel.with_attr("global_symbol", key) for key, kernel in kernels.items()}
     built = tvm.tirx.build(tvm.IRModule(named), target=resolve_target())

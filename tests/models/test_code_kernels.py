@@ -16,7 +16,7 @@ from tvm_pagedkv.models.code_linear import code_linear
 from tvm_pagedkv.models.code_matrix import CodeMatrix
 from tvm_pagedkv.models.packed_products import UNIT_ROWS
 from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
-from tvm_pagedkv.models.weight_formats import FORMATS, GROUP
+from tvm_pagedkv.models.weight_formats import FORMATS, GROUP, QuantizedRows
 
 from .. import reference
 from ..support.kernel_specs import needs_cpu
@@ -26,7 +26,12 @@ from ..support.weight_cases import random_codes
 ROWS = (1, 2, 5, 13, UNIT_ROWS + 3)
 # More groups than a panel has, and a last block with every kind of tail.
 SHAPE = (64 + 16 + 3, 5 * GROUP)
-TARGETS = {"native": "native", "avx2": "x86-64-v3", "no bytes": "x86-64-v4"}
+TARGETS = {
+    "native": "native",
+    "avx2": "x86-64-v3",
+    "no bytes": "x86-64-v4",
+    "numbers": "x86-64-v2",  # multiplies the numbers that codes stand for
+}
 # Types of activations matter where they are loaded and stored, formats elsewhere.
 CASES = [
     pytest.param(name, dtype, cpu, marks=marks if is_short else [*marks, pytest.mark.slow])
@@ -36,9 +41,15 @@ CASES = [
         ("bfloat16", "native"),
         ("float32", "avx2"),
         ("float16", "no bytes"),
+        ("float32", "numbers"),
     )
     for marks in [[] if cpu == "native" else [needs_cpu(TARGETS[cpu])]]
-    for is_short in [(dtype, cpu) == ("float16", "native") or name != "int4" and cpu == "avx2"]
+    for is_short in [
+        (dtype, cpu) == ("float16", "native")
+        or name != "int4"
+        and cpu == "avx2"
+        or (name, cpu) == ("int4_minima", "numbers")
+    ]
 ]
 
 
@@ -62,8 +73,13 @@ def _encoded(x: np.ndarray, cpu: str = "native") -> list[np.ndarray]:
             ((n, groups), 1 << 30, "int32"),
         )
     ]
-    _compiled(encode_rows, cpu, x.shape[1], str(x.dtype))(tvm.runtime.tensor(x), *outs)
+    encode = _compiled(encode_rows, cpu, x.shape[1], str(x.dtype), as_words=_takes_words(cpu))
+    encode(tvm.runtime.tensor(x), *outs)
     return [out.numpy() for out in outs]
+
+
+def _takes_words(cpu: str) -> bool:
+    return vector_target(cpu).has_word_dot
 
 
 @pytest.mark.parametrize("name, dtype, cpu", CASES)
@@ -87,10 +103,12 @@ def test_linear(name, dtype, cpu):
         full(*rows, packed, *added, out)
         expected = product + bias.astype("float64") + residual.astype("float64")
         scale = np.sqrt(SHAPE[1])
-        reference.assert_close(out.numpy(), expected, dtype, f"{n} rows", scale=scale)
+        # Activations of 16 bits are no more exact than float16 numbers.
+        kind = "float16" if matrix.multiplies_codes and dtype == "float32" else dtype
+        reference.assert_close(out.numpy(), expected, kind, f"{n} rows", scale=scale)
         out = tvm.runtime.tensor(np.full((n, SHAPE[0]), np.nan, "float32"))
         plain(*rows, packed, out)
-        # Of activations in two bytes: errors of up to 1.6e-5 of 3 or so, at random.
+        # Of activations in 16 bits: errors of up to 1.6e-5 of 3 or so, at random.
         error = 1.5e-4 if matrix.multiplies_codes else 2e-6
         np.testing.assert_allclose(out.numpy(), product, rtol=1e-5, atol=error * scale)
 
@@ -116,31 +134,71 @@ def test_embedding(name, cpu):
 needs_bytes = pytest.mark.skipif(
     not vector_target().has_vnni, reason="this CPU has no byte dot products"
 )
+ENCODINGS = [
+    pytest.param("native", marks=needs_bytes, id="bytes"),
+    pytest.param("x86-64-v3", marks=needs_cpu("x86-64-v3"), id="words"),
+]
 
 
-@needs_bytes
+def _numbers(codes: np.ndarray, cpu: str) -> np.ndarray:
+    """The integers ``[n, groups, GROUP]`` that codes ``[n, groups, ROW_BYTES]`` stand for."""
+    if _takes_words(cpu):
+        fours = codes.view("int16").reshape(*codes.shape[:2], GROUP // 4, 4)
+        return fours[..., [0, 2, 1, 3]].reshape(*codes.shape[:2], GROUP).astype("int64")
+    high, low = (codes[..., part].astype("int8").astype("int64") for part in np.s_[:GROUP, GROUP:])
+    return high * 256 + low
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_activations(dtype):
+@pytest.mark.parametrize("cpu", ENCODINGS)
+def test_activations(cpu, dtype):
     """Codes and scales give the numbers back: within 1.6e-5 of the largest of their group."""
     x = _random(np.random.default_rng(9), (300, 4 * GROUP), dtype)
     x *= np.exp(np.linspace(-9, 9, 300)).astype(dtype)[:, None]
     x[3, GROUP : 2 * GROUP] = 0
-    codes, scales, sums = _encoded(x)
-    high, low = (codes[..., part].astype("int8").astype("int64") for part in np.s_[:GROUP, GROUP:])
-    numbers = high * 256 + low
+    codes, scales, sums = _encoded(x, cpu)
+    numbers = _numbers(codes, cpu)
     np.testing.assert_array_equal(sums, numbers.sum(-1))
     groups = x.astype("float64").reshape(300, 4, GROUP)
     error = np.abs(numbers * scales[..., None].astype("float64") - groups)
     assert (error <= np.abs(groups).max(-1, keepdims=True) * 1.6e-5).all()
 
 
-@needs_bytes
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_activations_that_are_not_finite_stay_so(number):
+@pytest.mark.parametrize("cpu", ENCODINGS)
+def test_activations_that_are_not_finite_stay_so(cpu, number):
     x = np.ones((2, 2 * GROUP), "float16")
     x[1, GROUP + 5] = number
-    _, scales, _ = _encoded(x)
+    _, scales, _ = _encoded(x, cpu)
     np.testing.assert_array_equal(np.isnan(scales), [[False, False], [False, True]])
+
+
+@pytest.mark.parametrize("cpu", ENCODINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("int8", "int4_minima") else pytest.param(x, marks=pytest.mark.slow)
+        for x in FORMATS
+    ],
+)
+def test_largest_codes_and_activations_do_not_overflow(name, cpu):
+    """Sums of products fit 32 bits where every code and every activation is the largest one."""
+    format = FORMATS[name]
+    matrix = CodeMatrix(16, 2 * GROUP, format, vector_target(cpu))
+    codes = np.full((16, 2 * GROUP), format.max_code, "uint8")
+    codes[8:] = 7 if format.is_mxfp4 else 0
+    scales = np.ones((16, 2), "float16")
+    if format.is_mxfp4:
+        scales = np.full((16, 2), 127, "uint8")
+    weight = QuantizedRows(format, codes, scales, scales if format.has_minima else None)
+    kernel = _compiled(code_linear, cpu, matrix, "float32", "float32")
+    for n in (1, 2, 7):
+        x = np.ones((n, 2 * GROUP), "float32")
+        x[n // 2] = -1
+        out = tvm.runtime.tensor(np.full((n, 16), np.nan, "float32"))
+        rows = [tvm.runtime.tensor(array) for array in _encoded(x, cpu)]
+        kernel(*rows, tvm.runtime.tensor(matrix.pack(weight)), out)
+        np.testing.assert_allclose(out.numpy(), x @ weight.values().T, rtol=1e-4)
 
 
 if __name__ == "__main__":

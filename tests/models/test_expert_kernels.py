@@ -199,13 +199,13 @@ def _rows(matrix, x: np.ndarray) -> list:
         tvm.runtime.empty(shapes.get(dtype, (len(x), groups)), dtype)
         for dtype in ("uint8", "float32", "int32")
     ]
-    _encoder(x.shape[1], str(x.dtype))(tvm.runtime.tensor(x), *outs)
+    _encoder(x.shape[1], str(x.dtype), matrix.multiplies_words)(tvm.runtime.tensor(x), *outs)
     return outs
 
 
 @functools.cache
-def _encoder(width: int, dtype: str):
-    return _build(encode_rows(width, dtype))
+def _encoder(width: int, dtype: str, as_words: bool):
+    return _build(encode_rows(width, dtype, as_words=as_words))
 
 
 @pytest.mark.parametrize("n", [1, 200])

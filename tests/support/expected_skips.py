@@ -24,7 +24,8 @@ _AMX = "tests/kernels/test_amx_kernels.py"
 _PAGES = "tests/kernels/test_quantized_page_kernels.py"
 # Patterns of tests, and why they may be skipped.
 EXPECTED = {
-    "tests/models/test_code_kernels.py::test_activations*": NO_BYTE_DOTS,
+    "tests/models/test_code_kernels.py::test_activations*bytes*": NO_BYTE_DOTS,
+    "tests/models/test_code_kernels.py::test_largest*bytes*": NO_BYTE_DOTS,
     "tests/models/test_code_kernels.py::test_linear*no bytes]": NO_AVX512,
     "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
     "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,

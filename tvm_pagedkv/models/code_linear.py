@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of linear layers with quantized weights; `code_matrix` has their layout.
 
-CPUs with byte dot products multiply the codes as they are; `row_codes` has the activations. Other
-CPUs convert the codes of a few groups to float32 numbers, which stay in the L1 cache while they are
-multiplied with all `UNIT_ROWS` rows.
+CPUs with dot products of bytes or of words multiply the codes; `row_codes` has the activations.
+Other CPUs convert the codes of a few groups to float32 numbers, which stay in the L1 cache while
+they are multiplied with all `UNIT_ROWS` rows.
 """
 
 from __future__ import annotations

@@ -36,13 +36,23 @@ class CodeMatrix(OutputBlocks):
     dtype = "uint8"  # of the packed weights
 
     @property
-    def multiplies_codes(self) -> bool:
-        """Whether kernels multiply codes as bytes; otherwise they are converted to float32."""
+    def multiplies_bytes(self) -> bool:
+        """Whether kernels multiply codes as bytes."""
         return self.target.has_vnni and self.target.lanes == 16
 
     @property
+    def multiplies_words(self) -> bool:
+        """Whether kernels multiply codes as integers of 16 bits."""
+        return self.target.has_word_dot
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether kernels multiply codes; otherwise they are converted to float32."""
+        return self.multiplies_bytes or self.multiplies_words
+
+    @property
     def interleaved(self) -> int:
-        """Input features of an output feature that lie side by side: a dword of byte products."""
+        """Input features of an output feature that lie side by side: a dword of codes."""
         return 4 if self.multiplies_codes else 1
 
     @property

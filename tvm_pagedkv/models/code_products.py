@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of rows of activations with a block of quantized weights, some groups at a time.
 
-`ByteProducts` multiplies the codes, `FloatProducts` the numbers that they stand for. Both keep a
-panel of weights, and add to the sums of a tile of rows.
+`ByteProducts` and `WordProducts` multiply the codes, `FloatProducts` the numbers that they stand
+for. All keep a panel of weights, and add to the sums of a tile of rows.
 """
 
 from collections.abc import Callable
 from itertools import product
-from typing import NamedTuple
 
 from tvm.script import tirx as T
 
+from tir_kernels.cpu import words
 from tir_kernels.cpu.byte_shuffles import INT32
 from tir_kernels.cpu.simd import (
     F32,
@@ -24,51 +24,21 @@ from tir_kernels.cpu.simd import (
     vector_type,
 )
 from tir_kernels.cpu.vnni import UnsignedDots
-from tir_kernels.spec import STORED_ITEMSIZE
 
 from . import mxfp4_kernels as mxfp4
 from .code_matrix import CodeMatrix
+from .code_panel import IntegerPanel, Panel, StoredSums
 from .packed_products import widen
 from .weight_formats import GROUP
+from .word_products import WordProducts
 
 LANES = UnsignedDots.lanes
 _DWORDS = GROUP // 4
 _FLOAT_GROUPS = 4  # of a panel of float32 numbers
 
 
-def integer(value: int):
-    """A constant in every lane."""
-    return broadcast(T.int32(value), LANES)
-
-
 @T.meta_class
-class Panel:
-    """Reads the packed weights of a block."""
-
-    def __init__(self, matrix: CodeMatrix, weight):
-        self.matrix, self.weight = matrix, weight
-
-    def scale(self, block, group, v: int):
-        """The scales of a vector of output features, as float32."""
-        return self._halves(block, group, self.matrix.code_bytes, v)
-
-    def minimum(self, block, group, v: int):
-        """Their minima."""
-        first = self.matrix.code_bytes + self.matrix.scale_bytes
-        return self._halves(block, group, first, v)
-
-    def _halves(self, block, group, first: int, v: int):
-        lanes, dtype = self.matrix.target.lanes, self.matrix.scale_dtype
-        size = lanes * STORED_ITEMSIZE[dtype]
-        data = self.weight[block, group, ramp(first + v * size, size)]
-        if self.matrix.format.is_mxfp4:
-            return temp(mxfp4.float_scales(data, lanes), lanes)
-        value = T.reinterpret(vector_type(dtype, lanes), data)
-        return temp(T.cast(value, vector_type(F32, lanes)), lanes)
-
-
-@T.meta_class
-class ByteProducts(Panel):
+class ByteProducts(IntegerPanel):
     """Byte dot products of codes; a panel has the codes of a group, a byte each.
 
     Parameters
@@ -87,9 +57,7 @@ class ByteProducts(Panel):
     few_rows = (1, 2)  # for which there is `add_few`
 
     def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
-        super().__init__(matrix, weight)
-        self.row_of = row_of
-        self.x_codes, self.x_scales, self.x_sums = x
+        super().__init__(matrix, weight, x, row_of)
         self.dots = UnsignedDots()
         self.is_packed = matrix.format.bits == 4
         if self.is_packed:
@@ -105,37 +73,27 @@ class ByteProducts(Panel):
                     at = (dword + half * (_DWORDS // 2), v * LANES)
                     store(self.panel, at, LANES, codes, INT32)
 
-    def _dwords(self, block, group, element):
-        """A vector of dwords of the packed weights."""
-        data = self.weight[block, group, ramp(element * 4, LANES * 4)]
-        return T.reinterpret("int32x16", data)
-
     def _unpacked(self, block, group, dword, v: int) -> list:
         """A vector of dwords of codes, or two where bytes hold two: dwords of both halves."""
-        codes = self._dwords(block, group, dword * self.matrix.width + v * LANES)
+        codes = self.dwords(block, group, dword * self.matrix.width + v * LANES)
         codes = temp(codes, LANES, INT32)
         if not self.is_packed:
             return [codes]
-        halves = [codes, T.shift_right(codes, integer(4))]
-        halves = [T.bitwise_and(x, integer(0x0F0F0F0F)) for x in halves]
+        halves = [codes, T.shift_right(codes, self.integer(4))]
+        halves = [T.bitwise_and(x, self.integer(0x0F0F0F0F)) for x in halves]
         if self.matrix.format.is_mxfp4:
-            halves = [mxfp4.unsigned_codes(x) for x in halves]
+            halves = [mxfp4.unsigned_codes(x, LANES) for x in halves]
         return [temp(x, LANES, INT32) for x in halves]
 
     def _codes(self, block, group, dword, v: int):
         if self.is_packed:
             return load(self.panel, (dword, v * LANES), LANES, INT32)
-        return self._dwords(block, group, dword * self.matrix.width + v * LANES)
-
-    def _x_bytes(self, row, group, at):
-        """Four bytes of a row as a dword."""
-        value = T.reinterpret(INT32, self.x_codes[row, group, ramp(at, 4)])
-        return temp(value, 1, INT32)
+        return self.dwords(block, group, dword * self.matrix.width + v * LANES)
 
     def add_tile(self, sums, row, num_rows: int, block, group) -> None:
         """Add the products with `num_rows` rows to their sums."""
         tile = [(r, v) for r in range(num_rows) for v in range(self.matrix.vectors)]
-        totals = {at: Register(LANES, INT32, integer(0)) for at in tile}
+        totals = {at: Register(LANES, INT32, self.integer(0)) for at in tile}
         rows = [temp(self.row_of(row + r), 1, "int64") for r in range(num_rows)]
 
         def add_bytes(first: int) -> None:
@@ -145,22 +103,22 @@ class ByteProducts(Panel):
                     for v in range(self.matrix.vectors)
                 ]
                 for r in range(num_rows):
-                    value = self._x_bytes(rows[r], group, dword * 4 + first)
+                    value = self.x_dword(rows[r], group, dword * 4 + first)
                     for v, code in enumerate(codes):
                         totals[r, v].set(self.dots.dot(totals[r, v].get(), code, value))
 
         add_bytes(0)
         for r in range(num_rows):
-            offset = self._offset(rows[r], group)
+            offset = self.offset(rows[r], group)
             for v in range(self.matrix.vectors):
-                total = T.shift_left(totals[r, v].get(), integer(8))
+                total = T.shift_left(totals[r, v].get(), self.integer(8))
                 if self.matrix.format.zero:
                     total = total + broadcast(offset, LANES)
                 totals[r, v].set(total)
         add_bytes(GROUP)
         totals = {at: total.get() for at, total in totals.items()}
-        stored = {(r, v): _StoredSums(sums, (row + r, v * LANES)) for r, v in tile}
-        self._add_totals(stored, rows, (block, group), totals)
+        stored = {(r, v): StoredSums(sums, (row + r, v * LANES), LANES) for r, v in tile}
+        self.add_totals(stored, rows, (block, group), totals)
 
     def add_few(self, sums: dict, rows: list, block, group) -> None:
         """Add the products with one or two rows of x to registers ``sums[row, vector]``.
@@ -171,12 +129,12 @@ class ByteProducts(Panel):
         halves = 2 if self.is_packed else 1
         vectors, parts = range(self.matrix.vectors), range(2)
         tile = product(parts, range(len(rows)), vectors)
-        products = {at: Register(LANES, INT32, integer(0)) for at in tile}
+        products = {at: Register(LANES, INT32, self.integer(0)) for at in tile}
         for dword in range(_DWORDS // halves):
             codes = [self._unpacked(block, group, dword, v) for v in vectors]
             for half, (r, row), part in product(range(halves), enumerate(rows), parts):
                 at = (dword + half * (_DWORDS // halves)) * 4 + part * GROUP
-                value = self._x_bytes(row, group, at)
+                value = self.x_dword(row, group, at)
                 for v in vectors:
                     total = products[part, r, v]
                     total.set(self.dots.dot(total.get(), codes[v][half], value))
@@ -184,43 +142,11 @@ class ByteProducts(Panel):
         for r, row in enumerate(rows):
             for v in vectors:
                 high, low = (products[part, r, v].get() for part in parts)
-                total = T.shift_left(high, integer(8)) + low
+                total = T.shift_left(high, self.integer(8)) + low
                 if self.matrix.format.zero:
-                    total = total + broadcast(self._offset(row, group), LANES)
+                    total = total + broadcast(self.offset(row, group), LANES)
                 totals[r, v] = total
-        self._add_totals(sums, rows, (block, group), totals)
-
-    def _offset(self, row, group):
-        """What the code of the number zero adds to the products with a row, negated."""
-        return self.x_sums[row, group] * T.int32(-self.matrix.format.zero)
-
-    def _add_totals(self, sums: dict, x_rows: list, part, totals) -> None:
-        """Add the products of integers, times their scales, to ``sums[row, vector]``."""
-        block, group = part
-        for v in range(self.matrix.vectors):
-            scale = self.scale(block, group, v)
-            minimum = self.minimum(block, group, v) if self.matrix.format.has_minima else None
-            for r, x_row in enumerate(x_rows):
-                x_scale = temp(self.x_scales[x_row, group])
-                number = T.cast(totals[r, v], "float32x16")
-                total = sums[r, v].get() + number * (scale * broadcast(x_scale, LANES))
-                if minimum is not None:
-                    x_sum = x_scale * T.cast(self.x_sums[x_row, group], F32)
-                    total = total + minimum * broadcast(x_sum, LANES)
-                sums[r, v].set(total)
-
-
-class _StoredSums(NamedTuple):
-    """A vector of sums in a buffer, with the methods of `Register`."""
-
-    buffer: object
-    at: tuple
-
-    def get(self):
-        return load(self.buffer, self.at, LANES)
-
-    def set(self, value) -> None:
-        store(self.buffer, self.at, LANES, value)
+        self.add_totals(sums, rows, (block, group), totals)
 
 
 @T.meta_class
@@ -310,9 +236,12 @@ def llvm_helpers(matrix: CodeMatrix) -> tuple[str, ...]:
     """Return the LLVM functions that the products of a matrix call."""
     if not matrix.multiplies_codes:
         return ()
-    return UnsignedDots().llvm_helpers + ((mxfp4.LLVM_HELPER,) if matrix.format.is_mxfp4 else ())
+    dots = UnsignedDots().llvm_helpers if matrix.multiplies_bytes else (words.LLVM_HELPERS,)
+    return dots + (mxfp4.llvm_helpers(matrix.target.lanes) if matrix.format.is_mxfp4 else ())
 
 
 def products_of(matrix: CodeMatrix):
     """Return the class of products for the CPU of a matrix."""
-    return ByteProducts if matrix.multiplies_codes else FloatProducts
+    if matrix.multiplies_words:
+        return WordProducts
+    return ByteProducts if matrix.multiplies_bytes else FloatProducts

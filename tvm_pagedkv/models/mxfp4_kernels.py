@@ -9,23 +9,33 @@ from tir_kernels.cpu.simd import F32, broadcast, constant, temp, vector_type
 
 from .mxfp4 import DOUBLED, LARGEST
 
-# The codes of 64 bytes as twice their numbers plus `LARGEST`, which `vpdpbusd` multiplies.
-_TABLE = ", ".join(f"i8 {number + LARGEST}" for number in DOUBLED * 4)
-LLVM_HELPER = f"""
-define linkonce_odr <16 x i32> @pagedkv_mxfp4_codes(<16 x i32> %codes) #0 {{
-  %x = bitcast <16 x i32> %codes to <64 x i8>
-  %y = call <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8> <{_TABLE}>, <64 x i8> %x)
-  %r = bitcast <64 x i8> %y to <16 x i32>
-  ret <16 x i32> %r
+# The instruction that looks up bytes, by the number of dwords of a vector.
+_LOOK_UP = {16: "avx512.pshuf.b.512", 8: "avx2.pshuf.b"}
+
+
+def llvm_helpers(lanes: int) -> tuple[str, ...]:
+    """Return the LLVM functions that `unsigned_codes` calls."""
+    # Codes as twice their numbers plus `LARGEST`, which products of unsigned codes multiply.
+    table = ", ".join(f"i8 {number + LARGEST}" for number in DOUBLED * (lanes // 4))
+    wide, narrow = f"<{lanes} x i32>", f"<{4 * lanes} x i8>"
+    look_up = f"@llvm.x86.{_LOOK_UP[lanes]}"
+    return (
+        f"""
+define linkonce_odr {wide} @pagedkv_mxfp4_codes({wide} %codes) #0 {{
+  %x = bitcast {wide} %codes to {narrow}
+  %y = call {narrow} {look_up}({narrow} <{table}>, {narrow} %x)
+  %r = bitcast {narrow} %y to {wide}
+  ret {wide} %r
 }}
-declare <64 x i8> @llvm.x86.avx512.pshuf.b.512(<64 x i8>, <64 x i8>)
+declare {narrow} {look_up}({narrow}, {narrow})
 attributes #0 = {{ alwaysinline nounwind readnone }}
-"""
+""",
+    )
 
 
-def unsigned_codes(dwords):
-    """Return dwords of codes, a byte each, as unsigned bytes; needs `LLVM_HELPER`."""
-    return T.call_pure_extern("int32x16", "pagedkv_mxfp4_codes", dwords)
+def unsigned_codes(dwords, lanes: int):
+    """Return dwords of codes, a byte each, as unsigned bytes; needs `llvm_helpers`."""
+    return T.call_pure_extern(vector_type("int32", lanes), "pagedkv_mxfp4_codes", dwords)
 
 
 def float_codes(codes, lanes: int):

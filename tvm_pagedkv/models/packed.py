@@ -58,7 +58,7 @@ def encoded_rows(matrix: PackedMatrix | CodeMatrix, x: nn.Tensor) -> list[nn.Ten
         nn.Tensor.placeholder((n, num_groups), "float32"),
         nn.Tensor.placeholder((n, num_groups), "int32"),
     ]
-    kernel = encode_rows(matrix.in_features, x.dtype)
+    kernel = encode_rows(matrix.in_features, x.dtype, as_words=matrix.multiplies_words)
     return list(op.tensor_ir_op(kernel, "encode_rows", [x], outs))
 
 

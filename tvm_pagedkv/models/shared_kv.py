@@ -113,9 +113,9 @@ class SharedAttention(nn.Module):
             q = op.reshape(normed, (n, self.num_heads * dim))
         q = self.heads.take(q, 0, self.num_heads, cache)
         kv_shape = (1, n, self.num_kv_heads, dim)
-        kv = [op.reshape(each, kv_shape) for each in step.shared_kv[self.source]]
+        k, v = (op.reshape(each, kv_shape) for each in step.shared_kv[self.source])
         q = op.reshape(q, (1, n, self.num_heads, dim))
-        out = cache.attention_with_shared_kv(self.source, q, *kv, self.scale)
+        out = cache.attention_with_shared_kv(self.source, q, k, v, self.scale)
         return self.o_proj(op.reshape(out, (n, self.num_heads * dim)), residual)
 
 

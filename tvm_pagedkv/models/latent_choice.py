@@ -35,6 +35,7 @@ class SparseLatentAttention(LatentProjections):
         super().__init__(config, options, layer, name)
         self.indexer = None
         if chooses:
+            assert self.rope is not None, "keys of an indexer are rotated"
             self.indexer = Indexer(config, options, self.rope, f"{name}.indexer")
 
     def forward(

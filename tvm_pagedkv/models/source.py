@@ -144,17 +144,18 @@ def _with_layout(config: DecoderConfig, folder: Path) -> DecoderConfig:
     tensor has the matrices of all. In Kimi Linear's by transformers, layers without experts have
     their MLP in the part that others call the experts'.
     """
-    assert config.experts is not None
-    names = config.experts.names
+    experts = config.experts
+    assert experts is not None
+    names = experts.names
     if names.is_stacked or not [*folder.glob("*.safetensors")]:
         return config
     stored = Checkpoint(folder).names()
-    if config.experts.dense_layers and not any(f".{config.names.mlp}." in x for x in stored):
+    if experts.dense_layers and not any(f".{config.names.mlp}." in x for x in stored):
         config = replace(config, names=replace(config.names, mlp=names.block))
     fused = f".{names.block}.{names.experts}.gate_up_proj"
     if any(name.endswith(fused) for name in stored):
         names = replace(names, fused_gate_up="gate_up_proj", is_stacked=True)
-    return replace(config, experts=replace(config.experts, names=names))
+    return replace(config, experts=replace(experts, names=names))
 
 
 def open_model(model: str | Path | None) -> ModelSource:

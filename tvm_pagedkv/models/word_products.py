@@ -64,7 +64,7 @@ class WordProducts(IntegerPanel):
             found = self._bytes(2 * at, packed)
         elif self.matrix.format.is_mxfp4:
             nibbles = self.integer(0x0F0F0F0F)
-            halves = (packed, T.shift_right(packed, self.integer(4)))
+            halves = [packed, T.shift_right(packed, self.integer(4))]
             halves = [mxfp4.unsigned_codes(T.bitwise_and(x, nibbles), LANES) for x in halves]
             halves = [temp(x, LANES, INT32) for x in halves]
             found = self._bytes(2 * at, halves[0]) + self._bytes(high, halves[1])

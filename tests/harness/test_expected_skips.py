@@ -18,7 +18,7 @@ SKIPPED = "import pytest\n@pytest.mark.skip(reason='no such machine')\ndef test_
 LISTED = """
 import pytest
 @pytest.mark.skip(reason="no such instructions")
-@pytest.mark.parametrize("what", ["float16-x86-64"])
+@pytest.mark.parametrize("what", ["float16-x86-64-v4"])
 def test_other_instruction_sets(what): pass
 """
 LISTED_FILE = "kernels/test_attention_kernels.py"
@@ -50,7 +50,7 @@ def test_a_skip_that_is_not_listed_fails_the_run(tmp_path, options):
     assert "tests/test_here.py::test_there: Skipped: no such machine" in output
     assert "tests/test_file.py: Skipped: could not import 'no_such_module'" in output
     assert "The run fails: a skipped test proves nothing." in output
-    assert "test_other_instruction_sets[float16-x86-64]:" not in output
+    assert "test_other_instruction_sets[float16-x86-64-v4]:" not in output
     assert "1 passed, 3 skipped" in output
 
 
@@ -79,7 +79,7 @@ def test_listed_tests_exist(pattern):
 
 def test_patterns_name_no_more_than_they_should():
     file = "tests/kernels/test_attention_kernels.py::test_other_instruction_sets"
-    assert is_expected(f"{file}[seed0-float16-x86-64]")
+    assert is_expected(f"{file}[seed0-float16-x86-64-v4]")
     assert not is_expected(f"{file}[seed0-float16-x86-64-v3]")
     assert not is_expected(f"{file}[seed0-float32-x86-64]")
 

@@ -42,12 +42,19 @@ OWN_FIELDS = {
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "num_local_experts": 0},
     "Qwen3_5ForConditionalGeneration": {"text_config": SHAPE},
     "Qwen3_5MoeForConditionalGeneration": {"text_config": SHAPE},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
+    "Gemma3nForConditionalGeneration": {"text_config": SHAPE | {"num_kv_shared_layers": 0}},
+    "Gemma4ForConditionalGeneration": {"text_config": SHAPE},
     **dict.fromkeys(
         (
             "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",
             "Mistral4ForCausalLM",
         ),
         {"moe_intermediate_size": 32, "num_experts_per_tok": 2},
+    ),
+    **dict.fromkeys(
+        ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "q_lora_rank": 32},
     ),
 }  # fmt: skip
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

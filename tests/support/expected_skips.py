@@ -21,12 +21,13 @@ NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot ins
 NO_BYTE_DOTS = "only CPUs with AVX512-VNNI multiply codes of weights as bytes"
 _TILES = "tests/harness/test_tile_model.py"
 _AMX = "tests/kernels/test_amx_kernels.py"
+_CODES = "tests/models/test_code_kernels.py"
 _PAGES = "tests/kernels/test_quantized_page_kernels.py"
 # Patterns of tests, and why they may be skipped.
 EXPECTED = {
-    "tests/models/test_code_kernels.py::test_activations*bytes*": NO_BYTE_DOTS,
-    "tests/models/test_code_kernels.py::test_largest*bytes*": NO_BYTE_DOTS,
-    "tests/models/test_code_kernels.py::test_linear*no bytes]": NO_AVX512,
+    f"{_CODES}::test_activations*bytes*": NO_BYTE_DOTS,
+    f"{_CODES}::test_largest_codes_and_activations_do_not_overflow*bytes*": NO_BYTE_DOTS,
+    f"{_CODES}::test_linear*no bytes]": NO_AVX512,
     "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
     "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
     "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,

@@ -33,6 +33,7 @@ from ..support.model_cases import (  # noqa: E402
     random_tokens,
     write_checkpoint,
 )
+from ..support.selections import all_slow_but  # noqa: E402
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Two layers with K and V, a window in one of them; then one that reads theirs.
@@ -104,16 +105,12 @@ OTHER_VALUES = [
 ]  # fmt: skip
 
 
-def _slow_unless(name: str, quick: tuple[str, ...]):
-    return pytest.param(name, marks=[] if name in quick else [pytest.mark.slow])
-
-
-@pytest.fixture(scope="module", params=[_slow_unless(name, ("gemma3n",)) for name in CASES])
+@pytest.fixture(scope="module", params=all_slow_but(CASES, "gemma3n"))
 def pair(request, tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp(request.param), *CASES[request.param])
 
 
-@pytest.mark.parametrize("check", [_slow_unless(name, ("chunks",)) for name in CHECKS])
+@pytest.mark.parametrize("check", all_slow_but(CHECKS, "chunks"))
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_logits(pair, check, seed):
     CHECKS[check](pair, seed)

@@ -25,6 +25,7 @@ from ..support.model_cases import (  # noqa: E402
     random_tokens,
     write_checkpoint,
 )
+from ..support.selections import all_slow_but  # noqa: E402
 
 # The text model of Mistral 4 is not among those that this class finds by itself.
 transformers.AutoModelForCausalLM.register(
@@ -90,26 +91,15 @@ VARIANTS = {
 QUICK = ("deepseek_v3",)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES
-    ],
-)
+@pytest.fixture(scope="module", params=all_slow_but(FAMILIES, *QUICK))
 def pair(request, tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check, marks=[] if name == "chunks" else [pytest.mark.slow], id=name)
-        for name, check in CHECKS.items()
-    ],
-)
+@pytest.mark.parametrize("check", all_slow_but(CHECKS, "chunks"))
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_logits(pair, check, seed):
-    check(pair, seed)
+    CHECKS[check](pair, seed)
 
 
 def test_token_trees(pair):

@@ -23,6 +23,7 @@ from ..support.model_cases import (  # noqa: E402
     assert_close,
     random_tokens,
 )
+from ..support.selections import all_slow_but  # noqa: E402
 from .test_latent_families import EXPERTS, LATENT, YARN  # noqa: E402
 
 # With few heads many positions have a score of exactly 0, of which transformers takes any.
@@ -35,26 +36,15 @@ FAMILIES = {
 QUICK = ("glm_moe_dsa",)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES
-    ],
-)
+@pytest.fixture(scope="module", params=all_slow_but(FAMILIES, *QUICK))
 def pair(request, tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check, marks=[] if name == "chunks" else [pytest.mark.slow], id=name)
-        for name, check in CHECKS.items()
-    ],
-)
+@pytest.mark.parametrize("check", all_slow_but(CHECKS, "chunks"))
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_logits(pair, check, seed):
-    check(pair, seed)
+    CHECKS[check](pair, seed)
 
 
 def test_prompts_that_begin_alike(pair):

@@ -97,6 +97,11 @@ def few_of(values: Iterable, count: int) -> list:
     return values[:count] + [pytest.param(v, marks=pytest.mark.slow) for v in values[count:]]
 
 
+def all_slow_but(values: Iterable, *quick) -> list:
+    """Return values of a parameter, of which only those in `quick` run by default."""
+    return [v if v in quick else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
 def every_nth(values: Iterable, n: int) -> list:
     """Return values of a parameter, of which all but one in `n` are left to the long runs."""
     return [pytest.param(v, marks=pytest.mark.slow if i % n else ()) for i, v in enumerate(values)]

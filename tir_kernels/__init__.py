@@ -40,6 +40,7 @@ BUILDERS: dict[str, Callable] = {
     "tree": tree.tree,
     "tree_sliding": tree.tree_sliding,
     "attend_listed": listed.attend_listed,
+    "attend_blocks": listed.attend_blocks,
     "merge": merge.merge,
     "apply_sinks": merge.apply_sinks,
     "copy_single_page": copy.copy_single_page,
@@ -69,7 +70,7 @@ _MLA_ONLY = {
     "mla_tree",
     "debug_get_kv_mla",
 }
-_LISTED = {"attend_listed"}
+_LISTED = {"attend_listed", "attend_blocks"}
 _SPANS = {"prefill_spans", "prefill_spans_sliding"}
 _BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
 _ANY_TARGET = (  # written once, in `moves`

@@ -9,6 +9,7 @@ from tvm import tirx
 
 from .conv_spec import ConvSpec
 from .cpu.attention.index import index_top_k
+from .cpu.attention.index_blocks import index_top_blocks
 from .cpu.recurrent.conv import causal_conv
 from .cpu.recurrent.scan import recurrent_scan
 from .cuda.recurrent.conv import causal_conv as cuda_causal_conv
@@ -26,7 +27,7 @@ _COPIES = {
     "compact_copy": compact_copy,
     "debug_get_kv_mla": debug_get_kv_mla,
 }
-_INDEX = {"index_top_k": index_top_k}
+_INDEX = {"index_top_k": index_top_k, "index_top_blocks": index_top_blocks}
 _RECURRENT = {
     "recurrent_append": recurrent_append,
     "recurrent_scan": recurrent_scan,

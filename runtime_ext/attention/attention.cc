@@ -22,7 +22,7 @@ void CheckScale(double sm_scale) {
 }  // namespace
 
 Attention::Attention(Step* step)
-    : step_(step), storage_(step->storage()), shared_(*step), listed_(step) {
+    : step_(step), storage_(step->storage()), shared_(*step), listed_(step), choice_(step) {
   for (const StoredLayer& layer : storage_.layers()) {
     LayerEntry entry;
     if (!layer.config.is_attention()) {
@@ -43,19 +43,27 @@ Attention::Attention(Step* step)
 void Attention::AttendFused(int64_t layer_id, double sm_scale, ffi::Tensor qkv, ffi::Tensor o,
                             ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "attention");
-  AppendAndAttend(layer_id, sm_scale, std::move(qkv), std::nullopt, o, sink_logits);
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), /*lists=*/nullptr, o, sink_logits);
 }
 
 void Attention::AttendToList(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
                              ffi::Tensor positions, ffi::Tensor o,
                              ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "attention_to_positions");
-  if (!positions.defined()) Raise(kTypeError, "positions must be a tensor, got None");
-  AppendAndAttend(layer_id, sm_scale, std::move(qkv), positions, o, sink_logits);
+  const RowLists lists{std::move(positions)};
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), &lists, o, sink_logits);
+}
+
+void Attention::AttendToBlocks(int64_t layer_id, int64_t block_size, double sm_scale,
+                               ffi::Tensor qkv, ffi::Tensor blocks, ffi::Tensor o,
+                               ffi::Optional<ffi::Tensor> sink_logits) {
+  const Step::LayerCall scope(step_, "attention_to_blocks");
+  const RowLists lists{std::move(blocks), block_size};
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), &lists, o, sink_logits);
 }
 
 void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
-                                const ffi::Optional<ffi::Tensor>& positions, const ffi::Tensor& o,
+                                const RowLists* lists, const ffi::Tensor& o,
                                 const ffi::Optional<ffi::Tensor>& sink_logits) {
   CheckScale(sm_scale);
   const StoredLayer& layer = storage_.At(layer_id);
@@ -81,14 +89,14 @@ void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor q
   tensors.CheckAlignment("o", o, alignment);
   const SinkLogits& sinks = SinksOf(layer);
   sinks.Check(sink_logits);
-  if (positions) listed_.Check(layer, *positions);
+  if (lists) listed_.Check(layer, *lists);
   tensors.MakeCompact({&qkv}, alignment);
   const GroupWorkspace& workspace = step_->workspaces().group(layer.group);
   const AttentionCall call{sm_scale, workspace.q.get(), o, workspace.lse.get(),
                            sinks.Argument(sink_logits)};
-  if (positions) {
+  if (lists) {
     backend.Append(qkv);
-    listed_.Attend(layer, call, *positions);
+    listed_.Attend(layer, call, *lists);
   } else {
     backend.AppendAndAttend(qkv, call, workspace.k.get(), workspace.v.get());
   }
@@ -210,6 +218,20 @@ void Attention::CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor
                                   ffi::Tensor positions, ffi::Tensor o, ffi::Tensor lse,
                                   ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "cross_attention_to_positions");
+  AttendToLists(layer_id, sm_scale, std::move(q), {std::move(positions)}, o, lse, sink_logits);
+}
+
+void Attention::CrossAttendToBlocks(int64_t layer_id, int64_t block_size, double sm_scale,
+                                    ffi::Tensor q, ffi::Tensor blocks, ffi::Tensor o,
+                                    ffi::Tensor lse, ffi::Optional<ffi::Tensor> sink_logits) {
+  const Step::LayerCall scope(step_, "cross_attention_to_blocks");
+  AttendToLists(layer_id, sm_scale, std::move(q), {std::move(blocks), block_size}, o, lse,
+                sink_logits);
+}
+
+void Attention::AttendToLists(int64_t layer_id, double sm_scale, ffi::Tensor q,
+                              const RowLists& lists, const ffi::Tensor& o, const ffi::Tensor& lse,
+                              const ffi::Optional<ffi::Tensor>& sink_logits) {
   CheckScale(sm_scale);
   const StoredLayer& layer = storage_.At(layer_id);
   const LayerConfig& config = layer.config;
@@ -221,14 +243,14 @@ void Attention::CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor
   tensors.CheckOutput("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
   const SinkLogits& sinks = SinksOf(layer);
   sinks.Check(sink_logits);
-  listed_.Check(layer, positions);
+  listed_.Check(layer, lists);
   if (!step_->HasAppended(layer)) {
     Raise(kValueError, "layer ", layer_id, " has not appended this step's rows, which lists may ",
           "name; call ", config.is_mla() ? "append_mla_kv" : "attention", " before it");
   }
   tensors.MakeCompact({&q}, Alignment::kElement);
   const AttentionCall call{sm_scale, q, o, lse, sinks.Argument(sink_logits)};
-  listed_.Attend(layer, call, positions);
+  listed_.Attend(layer, call, lists);
   sinks.Apply(sink_logits, call);
 }
 
@@ -237,7 +259,14 @@ void Attention::ChooseTopK(int64_t layer_id, double scale, ffi::Tensor q, ffi::T
   const Step::LayerCall scope(step_, "index_top_k");
   CheckScale(scale);
   const StoredLayer& layer = storage_.At(layer_id);
-  listed_.ChooseTopK(layer, scale, std::move(q), std::move(weights), positions);
+  choice_.TopK(layer, scale, std::move(q), std::move(weights), positions);
+}
+
+void Attention::ChooseTopBlocks(int64_t layer_id, int64_t block_size, int64_t init_blocks,
+                                int64_t local_blocks, ffi::Tensor q, ffi::Tensor blocks) {
+  const Step::LayerCall scope(step_, "index_top_blocks");
+  const StoredLayer& layer = storage_.At(layer_id);
+  choice_.TopBlocks(layer, {block_size, init_blocks, local_blocks}, std::move(q), blocks);
 }
 
 void Attention::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {

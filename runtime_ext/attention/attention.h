@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "attention/attention_backend.h"
+#include "attention/index_choice.h"
 #include "attention/listed_attention.h"
 #include "attention/mla_attention.h"
 #include "attention/sink_logits.h"
@@ -45,6 +46,14 @@ class Attention {
   void AttendToList(int64_t layer_id, double sm_scale, ffi::Tensor qkv, ffi::Tensor positions,
                     ffi::Tensor o, ffi::Optional<ffi::Tensor> sink_logits);
   /*!
+   * \brief The same, but each row attends to the blocks of positions that it lists.
+   * \param block_size Positions of a block, a multiple of the page size.
+   * \param blocks int32 [T, width] or [T, lists, width], see RowLists: 0 to the row's own block,
+   * each once, or -1 for none.
+   */
+  void AttendToBlocks(int64_t layer_id, int64_t block_size, double sm_scale, ffi::Tensor qkv,
+                      ffi::Tensor blocks, ffi::Tensor o, ffi::Optional<ffi::Tensor> sink_logits);
+  /*!
    * \brief Attends over the pages of another layer, which has appended in this step.
    * \param q [T, num_qo_heads, head_dim], rotated.
    * \param current_k The rows that the source layer has appended; current_v as well.
@@ -64,6 +73,10 @@ class Attention {
    * layer has appended; q is rotated. */
   void CrossAttendToList(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor positions,
                          ffi::Tensor o, ffi::Tensor lse, ffi::Optional<ffi::Tensor> sink_logits);
+  /*! \brief The same, with blocks of positions in place of positions. */
+  void CrossAttendToBlocks(int64_t layer_id, int64_t block_size, double sm_scale, ffi::Tensor q,
+                           ffi::Tensor blocks, ffi::Tensor o, ffi::Tensor lse,
+                           ffi::Optional<ffi::Tensor> sink_logits);
   /*!
    * \brief Chooses positions of each row by the keys of an index lane, which have been appended.
    * \param q [T, num_qo_heads, qk_head_dim].
@@ -72,6 +85,14 @@ class Attention {
    */
   void ChooseTopK(int64_t layer_id, double scale, ffi::Tensor q, ffi::Tensor weights,
                   ffi::Tensor positions);
+  /*!
+   * \brief Chooses blocks of positions for each head of each row, by the largest product with a
+   * key.
+   * \param q [T, num_qo_heads, qk_head_dim].
+   * \param blocks int32 [T, num_qo_heads, k], written: in order, then -1.
+   */
+  void ChooseTopBlocks(int64_t layer_id, int64_t block_size, int64_t init_blocks,
+                       int64_t local_blocks, ffi::Tensor q, ffi::Tensor blocks);
   /*! \param kv Latent rows, [T, qk_head_dim]. */
   void AppendMLAKV(int64_t layer_id, ffi::Tensor kv);
   /*! \brief Merges the partial state (o_other, lse_other) into (o, lse), and returns these. */
@@ -86,10 +107,13 @@ class Attention {
     std::unique_ptr<SinkLogits> sinks;  // of both
   };
 
-  /*! \brief Within a Step::LayerCall; without positions, rows see what the layer's mask shows. */
-  void AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
-                       const ffi::Optional<ffi::Tensor>& positions, const ffi::Tensor& o,
-                       const ffi::Optional<ffi::Tensor>& sink_logits);
+  /*! \brief Within a Step::LayerCall; without lists, rows see what the layer's mask shows. */
+  void AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv, const RowLists* lists,
+                       const ffi::Tensor& o, const ffi::Optional<ffi::Tensor>& sink_logits);
+  /*! \brief Within a Step::LayerCall, to rows that are appended. */
+  void AttendToLists(int64_t layer_id, double sm_scale, ffi::Tensor q, const RowLists& lists,
+                     const ffi::Tensor& o, const ffi::Tensor& lse,
+                     const ffi::Optional<ffi::Tensor>& sink_logits);
   const SinkLogits& SinksOf(const StoredLayer& layer) const { return *layers_[layer.index].sinks; }
   const KernelSet& MergeKernels(int64_t num_heads, int64_t width) const;
 
@@ -97,6 +121,7 @@ class Attention {
   const LayerStorage& storage_;
   SharedBackendState shared_;
   ListedAttention listed_;
+  IndexChoice choice_;
   std::vector<LayerEntry> layers_;  // as LayerStorage::layers
 };
 

@@ -18,7 +18,9 @@ bool HasStockWindow(const LayerConfig& layer, const KernelSet& kernels) {
 bool CanSharePrefix(const LayerConfig& layer, const KernelSet& kernels) {
   if (layer.window > 0 || !kernels.Has(layer.prefill_shared())) return false;
   // Lists name positions of the whole sequence, and page tables would begin behind shared pages.
-  if (kernels.Has(KernelName::kAttendListed)) return false;
+  if (kernels.Has(KernelName::kAttendListed) || kernels.Has(KernelName::kAttendBlocks)) {
+    return false;
+  }
   if (layer.is_mla()) return true;
   for (KernelName name : {layer.prefill(), layer.decode(), layer.tree()}) {
     if (kernels.IsStock(name) || kernels.IsFlashInfer(name)) return false;

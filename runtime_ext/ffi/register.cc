@@ -119,6 +119,7 @@ constexpr CacheName kOwnNames[] = {
     {"prefix_record_step", Method<&Prefixes::RecordStep>()},
     {"prefix_length", Method<&Prefixes::NumRecorded>()},
     {"index_top_k", Method<&Attention::ChooseTopK>()},
+    {"index_top_blocks", Method<&Attention::ChooseTopBlocks>()},
     {"stats", Method<&Inspector::Stats>()},
     {"describe", Method<&Inspector::Describe>()},
     {"check_layer", Method<&LayerStorage::CheckLayer>()},
@@ -244,6 +245,10 @@ void DefineOwnNames() {
          WithSinksInEitherOrder(Method<&Attention::AttendToList>(), /*num_outputs=*/1));
   define("cross_attention_to_positions",
          WithSinksInEitherOrder(Method<&Attention::CrossAttendToList>(), /*num_outputs=*/2));
+  define("attention_to_blocks",
+         WithSinksInEitherOrder(Method<&Attention::AttendToBlocks>(), /*num_outputs=*/1));
+  define("cross_attention_to_blocks",
+         WithSinksInEitherOrder(Method<&Attention::CrossAttendToBlocks>(), /*num_outputs=*/2));
   define("attention_with_sinks", WithSinksInEitherOrder(Method<&Attention::AttendFused>(),
                                                         /*num_outputs=*/1, SinkNeed::kRequired));
   define("attention_with_shared_kv_and_sinks",

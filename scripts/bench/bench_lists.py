@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to chosen positions beside dense attention, over one long sequence.
+"""Attention to chosen positions and blocks beside dense attention, over one long sequence.
 
 A layer of K and V and an index lane, both of bfloat16. Rows choose positions by the lane, and
-attend to them. The keys are random, so the lists of two rows have little in common: lists of a
-model overlap, and read more from the caches of the CPU.
+attend to them; then as many positions in blocks, each index head for some KV heads. The keys are
+random, so the lists of two rows have little in common: lists of a model overlap, and read more from
+the caches of the CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ DTYPE = "bfloat16"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured: index heads and their width, positions in all, and how many are chosen."""
+    """What is measured: index heads and their width, positions in all, and how many are chosen.
+
+    `block` is the number of positions of a block.
+    """
 
     heads: int
     dim: int
     positions: int
     chosen: int
+    block: int
 
 
 def _cache(shape: Shape):
@@ -95,11 +100,18 @@ def measure(cache, rows: Rows, shape: Shape, budget: float) -> None:
     cache.begin_forward([0], [rows.count])
     cache.append_index(1, rows.keys)
     positions = cache.index_top_k(1, rows.q, rows.weights, shape.chosen)
+    num_blocks, size = shape.chosen // shape.block, shape.block
     steps = {
         "dense": lambda: cache.attention(0, rows.qkv),
         "index": lambda: cache.index_top_k(1, rows.q, rows.weights, shape.chosen),
         "lists": lambda: cache.attention(0, rows.qkv, positions=positions),
     }
+    if KV_HEADS % shape.heads == 0:
+        blocks = cache.index_top_blocks(1, rows.q, num_blocks, size)
+        steps |= {
+            "index of blocks": lambda: cache.index_top_blocks(1, rows.q, num_blocks, size),
+            "blocks": lambda: cache.attention(0, rows.qkv, blocks=blocks, block_size=size),
+        }
     taken = {name: _seconds(run, budget) * 1e3 for name, run in steps.items()}
     cache.abort_forward()
     both = taken["index"] + taken["lists"]
@@ -116,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--positions", type=int, default=65536)
     parser.add_argument("--chosen", type=int, default=2048)
+    parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--index-heads", type=int, nargs="+", default=[4])
     parser.add_argument("--index-dim", type=int, default=128)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 512])
@@ -124,7 +137,9 @@ def main() -> None:
     os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     sys.path.insert(0, str(Path(__file__).parents[2]))
     for heads in arguments.index_heads:
-        shape = Shape(heads, arguments.index_dim, arguments.positions, arguments.chosen)
+        shape = Shape(
+            heads, arguments.index_dim, arguments.positions, arguments.chosen, arguments.block
+        )
         rng, cache = np.random.default_rng(0), _cache(shape)
         filling, kept = Rows(shape, STEP, rng), shape.positions - max(arguments.rows)
         for _ in range(kept // STEP):

@@ -19,6 +19,7 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.relax.frontend import MODEL_CONSTRUCTORS
 
 from ..support.checkpoint_cases import export
+from ..support.hostile_lists import LIST_FUNCTIONS
 from ..support.hostile_transfers import (
     BLOCK,
     HANDLER,
@@ -33,20 +34,27 @@ from ..support.hostile_values import (  # fmt: skip
     APPENDS,
     IDS,
     IMPORTED,
-    LANE,
+    LATENT,
     LEAVES,
+    LSE,
     MHA,
     MLA,
     NEW_SEQ,
-    ROWS,
+    NO_SINKS,
+    OUT,
+    OUT_LSE,
+    QKV,
     SCALE,
     SEQ,
+    SINKS,
     SLIDING,
     SPANS,
     TREE,
     UNKNOWN,
     WIDE,
+    K,
     Kind,
+    Q,
     integer,
     make_world,
     shape,
@@ -86,22 +94,12 @@ WITHOUT_CACHE = {
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)
 MLA_LAYER = integer(MLA, MHA, SLIDING, -1, 3)
 GROUP = integer(0, -1, 3, 2**31)
-QKV, Q, K, LATENT, LSE = (
-    tensor(ROWS, *shape, is_read=True) for shape in ((8, 8), (4, 8), (2, 8), (24,), (4,))
-)
-OUT, OUT_LSE = tensor(ROWS, 4, 8), tensor(ROWS, 4)
-LISTED, LANE_LAYER = integer(MHA, LANE, -1, 4), integer(LANE, MHA, MLA, -1, 4)
-LISTS = tensor(ROWS, 3, dtype="int32", free_axis=1, is_read=True)
-INDEX_Q, INDEX_WEIGHTS = tensor(ROWS, 3, 8, is_read=True), tensor(ROWS, 3, is_read=True)
-CHOSEN = tensor(ROWS, 3, dtype="int32", free_axis=1)
 BEGIN, END = integer(1, -1, 5, 7), integer(4, -1, 0, 7)
 ROWS_OF_TWO = tensor(2, 3, 2, 8)  # of the layers that are not MLA, in [BEGIN, END)
 NEW_ROWS_OF_TWO = tensor(2, 3, 2, 8, is_read=True)
 LATENT_ROWS = tensor(1, 3, 24)
 NEW_LATENT_ROWS = tensor(1, 3, 24, free_axis=1, any_host=True, is_read=True)
 PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, any_host=True)  # both pages of sequence 0
-SINKS = tensor(4, is_read=True)
-NO_SINKS = Kind(lambda: None, SINKS.wrong, takes_none=True)
 SOME_PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, free_axis=1, any_host=True)
 ROWS_OF_PAGES = tensor(8, 2, 8, is_read=True)  # of both pages of sequence 0
 PAGES = shape((0, 1), outside=(0, 16), negative=(-1, 0), wide=(WIDE, 1), one=(0,), none=())
@@ -241,11 +239,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "debug_set_kv_mla": ("idle", [SEQ, integer(1, -1, 4, 7), NEW_LATENT_ROWS]),
     OWN + "attention_with_sinks": ("step", [LAYER, SCALE, QKV, SINKS, OUT]),
     OWN + "attention_with_shared_kv_and_sinks": ("step", [LAYER, SCALE, Q, K, K, SINKS, OUT]),
-    OWN + "attention_to_positions": ("lists", [LISTED, SCALE, QKV, LISTS, NO_SINKS, OUT]),
-    OWN + "cross_attention_to_positions": (
-        "lists", [LISTED, SCALE, Q, LISTS, OUT, OUT_LSE, NO_SINKS],
-    ),
-    OWN + "index_top_k": ("lists", [LANE_LAYER, SCALE, INDEX_Q, INDEX_WEIGHTS, CHOSEN]),
+    **{OWN + name: line for name, line in LIST_FUNCTIONS.items()},
     OWN + "export_pages": ("idle", [GROUP, PAGES, SLOTS, PAGES_OF_MHA]),
     OWN + "prepare_imports": ("idle", [NEW_SEQS, array_of(metadata, BAD_METADATA), PAGE_NUMBERS]),
     OWN + "import_pages": ("import", [IMPORTED_SEQ, GROUP, SOME_PAGES_OF_MHA]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel `index_top_k` against the reference."""
+"""The kernels `index_top_k` and `index_top_blocks` against the reference."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from tir_kernels.index_spec import IndexSpec
 
-from ..reference.index import assert_chosen, index_scores
+from ..reference.index import assert_chosen, assert_chosen_blocks, block_scores, index_scores
 from ..support.attention_cases import compiled, indptr, normal, tensor
 from ..support.kernel_specs import BF16, F16, F32, NATIVE, parametrize_seed
-from ..support.selections import few_of
+from ..support.selections import few_of, latin_square
 
 SPECS = [
     IndexSpec(4, 64, F32, F32, 16, NATIVE),
@@ -56,13 +56,31 @@ class Case:
         kernel(*map(tensor, arrays), positions, 0.25)
         return positions.numpy()
 
-    def verify(self, positions: np.ndarray) -> None:
+    def run_blocks(self, k: int, block_size: int, kept: tuple[int, int]) -> np.ndarray:
+        blocks = tensor(np.full((*self.q.shape[:2], k), 77, np.int32))
+        arrays = [self.q, indptr(self.num_rows), self.pages, self.page_indptr, self.page_ids]
+        arrays += [np.array(self.last, np.int32)]
+        kernel = compiled("index_top_blocks", self.spec)
+        kernel(*map(tensor, arrays), blocks, block_size, *kept)
+        return blocks.numpy()
+
+    def rows(self):
+        """Each row of the call, and the keys that it sees."""
         row = 0
         for n, kv, keys in zip(self.num_rows, self.kv_lens, self.keys, strict=True):
             for own in range(kv - n, kv):
-                scores = index_scores(self.q[row], self.weights[row], keys[: own + 1], 0.25)
-                assert_chosen(positions[row], scores, self.spec.dtype)
+                yield row, keys[: own + 1]
                 row += 1
+
+    def verify(self, positions: np.ndarray) -> None:
+        for row, keys in self.rows():
+            scores = index_scores(self.q[row], self.weights[row], keys, 0.25)
+            assert_chosen(positions[row], scores, self.spec.dtype)
+
+    def verify_blocks(self, blocks: np.ndarray, block_size: int, kept: tuple[int, int]) -> None:
+        for row, keys in self.rows():
+            scores = block_scores(self.q[row], keys, block_size)
+            assert_chosen_blocks(blocks[row], scores, kept, self.spec.dtype)
 
 
 @parametrize_seed
@@ -91,3 +109,27 @@ def test_negative_scores_are_ordered_too():
     case = Case(SPECS[0], [(2, 300)], 1)
     case.weights[:] = -np.abs(case.weights)
     case.verify(case.run(40))
+
+
+# Pages of a block, blocks of a list, and those that are always chosen.
+BLOCKS = {"local": (2, 5, (0, 1)), "both": (1, 9, (2, 3)), "none": (5, 3, (0, 0))}
+
+
+@parametrize_seed
+@latin_square(3, "batch", "how")
+@pytest.mark.parametrize("how", BLOCKS.values(), ids=BLOCKS.keys())
+@pytest.mark.parametrize("batch", [x[0] for x in BATCHES.values()], ids=BATCHES.keys())
+@pytest.mark.parametrize("spec", few_of(SPECS, 2), ids=lambda s: f"{s.num_heads}x{s.dim}-{s.dtype}")
+def test_index_top_blocks(spec, batch, how, seed):
+    pages, k, kept = how
+    case = Case(spec, batch, seed)
+    blocks = case.run_blocks(k, pages * spec.page_size, kept)
+    case.verify_blocks(blocks, pages * spec.page_size, kept)
+
+
+def test_blocks_that_are_always_chosen_win():
+    case = Case(SPECS[0], [(1, 200)], 0)
+    assert case.run_blocks(3, 32, (1, 2))[0].tolist() == [[0, 5, 6]] * 4
+    case.pages[:] = 1  # all scores are equal
+    assert case.run_blocks(4, 32, (0, 1))[0].tolist() == [[0, 1, 2, 6]] * 4
+    assert case.run_blocks(9, 32, (0, 9))[0].tolist() == [[*range(7), -1, -1]] * 4

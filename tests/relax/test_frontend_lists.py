@@ -14,10 +14,11 @@ from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..reference.listed import listed_attention
+from ..reference.listed import attention_by_heads, expand_blocks
 from ..support.fast_compilation import MODEL_TARGET
 
 HEADS, KV_HEADS, DIM, WIDTH, SCALE = 4, 2, 16, 5, 0.25
+BLOCKS, BLOCK = 2, 8  # of a list, positions of one
 
 
 class Lists(nn.Module):
@@ -63,6 +64,12 @@ class Lists(nn.Module):
         o = cache.attention_to_positions(0, qkv, positions, HEADS, SCALE)
         return (o, *cache.cross_attention_to_positions(0, q, positions, DIM, SCALE))
 
+    def attend_to_blocks(
+        self, qkv: nn.Tensor, q: nn.Tensor, blocks: nn.Tensor, cache: pkv.PagedKVCacheObject
+    ):
+        o = cache.attention_to_blocks(0, qkv, blocks, BLOCK, HEADS, SCALE)
+        return (o, *cache.cross_attention_to_blocks(0, q, blocks, BLOCK, DIM, SCALE))
+
 
 def export(**changes) -> tvm.IRModule:
     plain = {"param_mode": "none", "effect_mode": "none"}
@@ -72,7 +79,14 @@ def export(**changes) -> tvm.IRModule:
         "positions": spec.Tensor(["n", WIDTH], "int32"),
         "cache": spec.Object(object_type=pkv.PagedKVCacheObject),
     }
-    return Lists(**changes).export_tvm({"create": {"$": plain}, "attend": {**rows, "$": plain}})[0]
+    blocks = {name: value for name, value in rows.items() if name != "positions"}
+    blocks["blocks"] = spec.Tensor(["n", KV_HEADS, BLOCKS], "int32")
+    signatures = {
+        "create": {"$": plain},
+        "attend": {**rows, "$": plain},
+        "attend_to_blocks": {**blocks, "$": plain},
+    }
+    return Lists(**changes).export_tvm(signatures)[0]
 
 
 def test_model():
@@ -82,16 +96,24 @@ def test_model():
     expected = reference.ReferenceCache(1, np.dtype("float32"))
     for each in (cache, expected):
         each.add_sequence(0)
-    for n in (11, 1):
+    for n, kind in ((11, "positions"), (1, "positions"), (12, "blocks"), (1, "blocks")):
         qkv = rng.standard_normal((n, HEADS + 2 * KV_HEADS, DIM)).astype("float32")
         begin = expected.length(0)
         owns = range(begin, begin + n)
         lists = np.array([rng.integers(-1, own + 1, WIDTH) for own in owns], np.int32)
+        positions, name = lists[:, None], "attend"
+        if kind == "blocks":
+            choices = [[rng.permutation(own // BLOCK + 1) for _ in range(KV_HEADS)] for own in owns]
+            lists = np.full((n, KV_HEADS, BLOCKS), -1, np.int32)
+            for row, chosen in zip(lists, choices, strict=True):
+                for one, blocks in zip(row, chosen, strict=True):
+                    one[: len(blocks)] = blocks[:BLOCKS]
+            positions, name = expand_blocks(lists, BLOCK, owns), "attend_to_blocks"
         q = np.ascontiguousarray(qkv[:, :HEADS])
         with cache.forward([0], [n]):
-            got = vm["attend"](*(tvm.runtime.tensor(x) for x in (qkv, q, lists)), cache)
+            got = vm[name](*(tvm.runtime.tensor(x) for x in (qkv, q, lists)), cache)
         expected.attention(0, [0], [n], qkv, KV_HEADS, SCALE)
-        want = listed_attention(q, *expected.kv(0, 0), lists, owns, SCALE)
+        want = attention_by_heads(q, *expected.kv(0, 0), positions, owns, SCALE)
         reference.assert_close(got[0].numpy(), want[0], "float32", "attention")
         reference.assert_state_close([x.numpy() for x in got[1:]], want, "float32")
 

@@ -98,7 +98,10 @@ def _window_world() -> Any:
 
 def _lists_world() -> Any:
     """Layers MHA and MLA attend to lists, layer LANE chooses them; their rows are appended."""
-    attend, choose = ({name: lambda *_: None} for name in ("attend_listed", "index_top_k"))
+    attend, choose = (
+        {name: lambda *_: None for name in names}
+        for names in (("attend_listed", "attend_blocks"), ("index_top_k", "index_top_blocks"))
+    )
     cache = make_cache(
         [KERNELS | attend, MLA_KERNELS | attend, MLA_KERNELS | choose],
         layers=[
@@ -315,3 +318,9 @@ LEAVES = shape(
     (0, -1), none=(), one=(0,), three=(0, 0, 0), low=(INT64_MIN, 0), high=(INT64_MAX, 0),
     far=(3, 0), before=(-2, 0), wide=(WIDE, 0),
 )  # fmt: skip
+QKV, Q, K, LATENT, LSE = (
+    tensor(ROWS, *shape, is_read=True) for shape in ((8, 8), (4, 8), (2, 8), (24,), (4,))
+)
+OUT, OUT_LSE = tensor(ROWS, 4, 8), tensor(ROWS, 4)
+SINKS = tensor(4, is_read=True)
+NO_SINKS = Kind(lambda: None, SINKS.wrong, takes_none=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches whose rows attend to lists of positions; what no row lists is NaN."""
+"""Batches whose rows attend to lists of positions or of blocks; what no row lists is NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import numpy as np
 from tir_kernels.spec import KernelSpec
 
 from .. import reference
-from ..reference.listed import listed_attention, listed_latent_attention, listed_positions
+from ..reference.listed import (
+    attention_by_heads,
+    expand_blocks,
+    listed_latent_attention,
+    listed_positions,
+)
 from .attention_cases import PagedBatch, compiled, pool_of
 from .mla_cases import LatentBatch
 
@@ -24,16 +29,27 @@ def listed_case(case: type) -> type:
     """
 
     class ListedCase(case):
-        def __init__(self, spec: KernelSpec, lengths, seed: int, width: int):
+        kernel, sizes = "attend_listed", ()  # scalars behind the scale
+
+        def __init__(self, spec: KernelSpec, lengths, seed: int, *lists: int):
             super().__init__(spec, lengths, seed)
-            rng, self.owns, lists = self.rng, [], []
+            self.owns = [
+                own
+                for n, kv in zip(self.num_rows, self.kv_lens, strict=True)
+                for own in range(kv - n, kv)
+            ]
+            self.positions = self.make_lists(*lists)
+            self._forget_unlisted()
+
+        def make_lists(self, width: int) -> np.ndarray:
+            """Make the lists of the kernel's call, and return them ``[T, lists, width]``."""
+            rng, lists = self.rng, []
             for n, kv in zip(self.num_rows, self.kv_lens, strict=True):
-                for own in range(kv - n, kv):
+                for _ in range(n):
                     row = rng.integers(-1 - kv // 8, kv + 2, width)
                     lists.append(np.full(width, -1) if rng.random() < 1 / 6 else row)
-                    self.owns.append(own)
-            self.positions = np.array(lists, np.int32).reshape(len(lists), width)
-            self._forget_unlisted()
+            self.listed = np.array(lists, np.int32).reshape(len(lists), width)
+            return self.listed[:, None]
 
         def sequence_slots(self, b: int) -> np.ndarray:
             page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
@@ -47,7 +63,11 @@ def listed_case(case: type) -> type:
             page = self.spec.page_size
             for b in range(len(self.num_rows)):
                 slots = self.sequence_slots(b)
-                seen = [listed_positions(self.positions[r], self.owns[r]) for r in self.rows_of(b)]
+                seen = [
+                    listed_positions(listed, self.owns[r])
+                    for r in self.rows_of(b)
+                    for listed in self.positions[r]
+                ]
                 hidden = np.setdiff1d(np.arange(len(slots)), np.concatenate([[], *seen]))
                 at = slots[hidden.astype(int)]
                 if self.pages.ndim == 3:
@@ -56,13 +76,13 @@ def listed_case(case: type) -> type:
                     self.pages[at // page, :, :, at % page] = np.nan
 
         def run(self, cpu: str = "native") -> None:
-            """Run `attend_listed`."""
+            """Run the kernel."""
             pages = self.tensor(pool_of(self.spec, self.pages))
-            table = (self.page_indptr, self.page_values, self.last_page_len, self.positions)
-            compiled("attend_listed", self.spec, cpu)(
+            table = (self.page_indptr, self.page_values, self.last_page_len, self.listed)
+            compiled(self.kernel, self.spec, cpu)(
                 *(self.tensor(self.q), self.tensor(self.q_indptr), pages),
                 *(self.tensor(x) for x in table),
-                *(self.o, self.lse, self.sm_scale, *self.last_arguments()),
+                *(self.o, self.lse, self.sm_scale, *self.sizes, *self.last_arguments()),
             )
 
         def expected(self):
@@ -78,10 +98,11 @@ def listed_case(case: type) -> type:
                     page = self.spec.page_size
                     latent = self.pages[slots // page, slots % page]
                     width = self.spec.v_head_dim
+                    how = (lists[:, 0], *how[1:])
                     part = listed_latent_attention(self.q[rows], latent, width, *how)
                 else:
                     k, v = reference.gather_slots(self.pages, slots)
-                    part = listed_attention(self.q[rows], k, v, *how, self.spec.logit_softcap)
+                    part = attention_by_heads(self.q[rows], k, v, *how, self.spec.logit_softcap)
                 outputs.append(part)
             o, lse = zip(*outputs, strict=True)
             return np.concatenate(o), np.concatenate(lse)
@@ -90,4 +111,30 @@ def listed_case(case: type) -> type:
     return ListedCase
 
 
+@functools.cache
+def block_case(case: type) -> type:
+    """The class of batches like `case`, whose rows have lists of blocks.
+
+    A list has `width` blocks at most, and holes, in no order; those of a row name its own block or
+    not, and blocks behind it. One in six is empty.
+    """
+
+    class BlockCase(listed_case(case)):
+        kernel = "attend_blocks"
+
+        def make_lists(self, width: int, block_size: int, num_lists: int = 1) -> np.ndarray:
+            self.sizes = (block_size,)
+            lists = np.full((len(self.owns), num_lists, width), -1, np.int32)
+            for row, own in enumerate(self.owns):
+                for i in range(num_lists if self.rng.random() > 1 / 6 else 0):
+                    blocks = self.rng.permutation(np.arange(-width // 4, own // block_size + 2))
+                    lists[row, i, : len(blocks)] = blocks[:width]
+            self.listed = lists
+            return expand_blocks(lists, block_size, self.owns)
+
+    BlockCase.__name__ = f"Block{case.__name__}"
+    return BlockCase
+
+
 ListedPagedBatch, ListedLatentBatch = listed_case(PagedBatch), listed_case(LatentBatch)
+BlockPagedBatch, BlockLatentBatch = block_case(PagedBatch), block_case(LatentBatch)

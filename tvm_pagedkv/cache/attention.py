@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import tvm
 import tvm_ffi
 
-from .._checks import check_int
 from .._functions import CACHE, as_int, global_function
 from .inspection import CacheInspection
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 AttentionState = tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]
 
 
-_attention_to_positions = functools.partial(global_function, "pagedkv.attention_to_positions")
 _attention_with_fused_qkv = functools.partial(global_function, CACHE + "attention_with_fused_qkv")
 
 
@@ -38,6 +36,8 @@ class CacheAttention(CacheInspection):
         *,
         sink_logits: Any = None,
         positions: Any = None,
+        blocks: Any = None,
+        block_size: int | None = None,
     ) -> tvm.runtime.Tensor:
         """Append this step's K and V of a layer, and attend with its Q.
 
@@ -61,6 +61,15 @@ class CacheAttention(CacheInspection):
             from 0 to its own position, or -1 for none. One that is listed twice counts twice. The
             layer needs ``LayerSpec(lists=True)``. On a CPU other positions are refused; elsewhere
             they are left out.
+        blocks : int32 ``[T, width]`` or ``[T, lists, width]``, optional
+            The blocks of positions that each row attends to, in any order, in place of `positions`:
+            from 0 to its own block, each once, or -1 for none. Of its own block a row sees the
+            positions up to its own. With several lists of a row, each is for
+            ``num_kv_heads // lists`` KV heads and their query heads. The layer needs
+            ``LayerSpec(lists=True)``.
+        block_size : int, optional
+            Positions of a block, a multiple of the page size; required with `blocks`. Block i has
+            the positions from ``i * block_size`` on.
 
         Returns
         -------
@@ -83,10 +92,10 @@ class CacheAttention(CacheInspection):
             sink_logits = self._sink_logits(sink_logits)
         if out is None:
             out = self._empty(layer, qkv.shape[0])
-        if positions is not None:
-            arguments = [qkv, self._tensor("positions", positions)]
-            arguments += [] if sink_logits is None else [sink_logits]
-            _attention_to_positions()(self, as_int("layer", layer), sm_scale, *arguments, out)
+        if positions is not None or blocks is not None or block_size is not None:
+            name, size, lists = self._lists(positions, blocks, block_size)
+            call = global_function(f"pagedkv.attention_to_{name}")
+            call(self, as_int("layer", layer), *size, sm_scale, qkv, lists, out, sink_logits)
             return out
         _attention_with_fused_qkv()(self, as_int("layer", layer), sm_scale, qkv, out, sink_logits)
         return out
@@ -153,6 +162,8 @@ class CacheAttention(CacheInspection):
         sm_scale: float | None = None,
         *,
         positions: Any = None,
+        blocks: Any = None,
+        block_size: int | None = None,
         sink_logits: Any = None,
     ) -> AttentionState:
         """Attend to the positions that the cache held before this step.
@@ -173,6 +184,9 @@ class CacheAttention(CacheInspection):
             The positions that each row attends to, as for `attention`. They may be of this step,
             whose rows the layer must have appended; so a step of any kind calls `append_mla_kv` and
             `cross_attention`.
+        blocks : int32 ``[T, width]`` or ``[T, lists, width]``, optional
+        block_size : int, optional
+            The blocks of positions that each row attends to, as for `attention`, of this step too.
         sink_logits : float32 ``[num_qo_heads]``, optional
             Learned attention sinks, as for `self_attention`.
 
@@ -190,12 +204,14 @@ class CacheAttention(CacheInspection):
         """
         q = self._tensor("q", q)
         o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
-        call, lists = global_function(CACHE + "cross_attention"), []
-        if positions is not None:
-            call = global_function("pagedkv.cross_attention_to_positions")
-            lists = [self._tensor("positions", positions)]
-        sinks = self._sink_logits(sink_logits)
-        call(self, as_int("layer", layer), self._scale(layer, sm_scale), q, *lists, o, lse, sinks)
+        number, scale = as_int("layer", layer), self._scale(layer, sm_scale)
+        outputs = o, lse, self._sink_logits(sink_logits)
+        if positions is not None or blocks is not None or block_size is not None:
+            name, size, lists = self._lists(positions, blocks, block_size)
+            call = global_function(f"pagedkv.cross_attention_to_{name}")
+            call(self, number, *size, scale, q, lists, *outputs)
+        else:
+            global_function(CACHE + "cross_attention")(self, number, scale, q, *outputs)
         return o, lse
 
     def merge_attention(self, o: Any, lse: Any, o_other: Any, lse_other: Any) -> AttentionState:
@@ -286,61 +302,6 @@ class CacheAttention(CacheInspection):
         kv = self._tensor("kv", kv)
         return global_function(CACHE + "append_mla_kv")(self, as_int("layer", layer), kv)
 
-    def append_index(self, layer: int, keys: Any) -> Self:
-        """Append this step's index keys of an index lane.
-
-        Parameters
-        ----------
-        layer : int
-            Id of an "index" layer.
-        keys : tensor ``[T, qk_head_dim]``, the cache's dtype
-            As they are multiplied with Q: normalised and rotated by the model.
-
-        Returns
-        -------
-        KVCache
-            This cache.
-        """
-        return self.append_mla_kv(layer, keys)
-
-    def index_top_k(
-        self, layer: int, q: Any, weights: Any, k: int, scale: float = 1.0
-    ) -> tvm.runtime.Tensor:
-        """Choose for each row of this step the positions whose index scores are largest.
-
-        The score of a position is the sum over the index heads of
-        ``weight * max(0, scale * (q . key))``, in float32.
-
-        Parameters
-        ----------
-        layer : int
-            Id of an "index" layer, which has appended this step's keys.
-        q : tensor ``[T, num_qo_heads, qk_head_dim]``, the cache's dtype
-        weights : float32 ``[T, num_qo_heads]``
-        k : int
-            Positions that a row may list.
-        scale : float
-            Factor on the products.
-
-        Returns
-        -------
-        positions : tvm tensor int32 ``[T, k]``
-            For `attention` and `cross_attention` of any layer: in order, of those that the row
-            sees, then -1. Of equal scores the first positions are chosen.
-
-        Raises
-        ------
-        ValueError, TypeError, IndexError
-            If no step has begun, the layer is no index lane or has not appended, a tensor does not
-            fit, or the step has token trees that branch.
-        """
-        q, weights = self._tensor("q", q), self._tensor("weights", weights)
-        shape = (q.shape[0], check_int("k", k))
-        positions = tvm.runtime.empty(shape, "int32", self.description["device"])
-        arguments = as_int("layer", layer), float(scale), q, weights, positions
-        global_function("pagedkv.index_top_k")(self, *arguments)
-        return positions
-
     def query_positions(self) -> tvm.runtime.Tensor:
         """Return the RoPE position of each row of this step.
 
@@ -356,6 +317,22 @@ class CacheAttention(CacheInspection):
 
     def _sink_logits(self, sink_logits: Any) -> tvm_ffi.Tensor | None:
         return None if sink_logits is None else self._tensor("sink_logits", sink_logits)
+
+    def _lists(
+        self, positions: Any, blocks: Any, block_size: int | None
+    ) -> tuple[str, list[int], tvm_ffi.Tensor]:
+        """What rows list, the size of a block if lists name blocks, and the lists."""
+        if (positions is None) == (blocks is None):
+            given = "neither" if blocks is None else "both"
+            raise ValueError(f"rows list either positions or blocks, got {given}")
+        if (blocks is None) != (block_size is None):
+            raise ValueError(
+                "blocks and block_size need each other, got "
+                + ("block_size alone" if blocks is None else "blocks alone")
+            )
+        if block_size is None:
+            return "positions", [], self._tensor("positions", positions)
+        return "blocks", [as_int("block_size", block_size)], self._tensor("blocks", blocks)
 
     def _layer(self, layer: int) -> dict[str, Any]:
         if layer not in self._layers:

@@ -9,10 +9,10 @@ from typing import Any
 import tvm
 
 from .._functions import as_int, global_function
-from .attention import CacheAttention
+from .index_lane import CacheIndexLanes
 
 
-class CacheRecurrence(CacheAttention):
+class CacheRecurrence(CacheIndexLanes):
     """The methods of `KVCache` for recurrent layers and short convolutions."""
 
     __slots__ = ()

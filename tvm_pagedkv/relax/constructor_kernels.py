@@ -181,7 +181,7 @@ class ConstructorKernels:
         if not (self.mha and self.mla):  # whose pages differ
             specs["copy_pages"] = self.mha or self.mla
         if (self.mha or self.mla).lists:  # whose pages are alike
-            specs["attend_listed"] = self.mha or self.mla
+            specs |= dict.fromkeys(("attend_listed", "attend_blocks"), self.mha or self.mla)
         values = {name: self._function(name, spec) for name, spec in specs.items()}
         if (self.mha or self.mla).sink_logits:  # whose kernels take them
             values["sink_logits"] = relax.prim_value(1)

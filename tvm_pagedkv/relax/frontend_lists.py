@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import relax
 from tvm.relax.frontend.nn import Object, Tensor
 
@@ -41,16 +43,48 @@ class ListMethods(Object):
         ValueError
             If a tensor has another number of dimensions or another dtype.
         """
-        _check("qkv", qkv, 3, qkv.dtype)
-        _check("positions", positions, 2, "int32")
-        tensors = [qkv, positions]
-        if sink_logits is not None:
-            _check("sink_logits", sink_logits, 1, "float32")
-            tensors.append(sink_logits)
-        rows, _, dim = qkv.shape
-        out = relax.TensorType((rows, num_qo_heads, dim), qkv.dtype)
-        name = "pagedkv.attention_to_positions"
-        return Tensor(_expr=self._call_with_lists(name, layer_id, sm_scale, tensors, out))
+        _check("positions", positions, "int32", 2)
+        return self._attend(
+            "positions", layer_id, [], qkv, positions, num_qo_heads, sm_scale, sink_logits
+        )
+
+    def attention_to_blocks(
+        self,
+        layer_id: int,
+        qkv: Tensor,
+        blocks: Tensor,
+        block_size: int,
+        num_qo_heads: int,
+        sm_scale: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Do what `attention_to_positions` does, with lists of blocks of positions.
+
+        Parameters
+        ----------
+        layer_id : int
+        qkv : ``[T, num_qo_heads + 2 * num_kv_heads, head_dim]``
+        blocks : int32 ``[T, width]`` or ``[T, lists, width]``
+            From 0 to the row's own block, each once, in any order, or -1 for none. Each list of a
+            row is for ``num_kv_heads // lists`` KV heads.
+        block_size : int
+            Positions of a block, a multiple of the page size.
+        sink_logits : float32 ``[num_qo_heads]``, optional
+
+        Returns
+        -------
+        o : ``[T, num_qo_heads, head_dim]``
+
+        Raises
+        ------
+        ValueError
+            If a tensor has another number of dimensions or another dtype.
+        """
+        _check("blocks", blocks, "int32", 2, 3)
+        sizes = [block_size]
+        return self._attend(
+            "blocks", layer_id, sizes, qkv, blocks, num_qo_heads, sm_scale, sink_logits
+        )
 
     def cross_attention_to_positions(
         self, layer_id: int, q: Tensor, positions: Tensor, v_head_dim: int, sm_scale: float
@@ -75,17 +109,40 @@ class ListMethods(Object):
         ValueError
             If a tensor has another number of dimensions or another dtype.
         """
-        _check("q", q, 3, q.dtype)
-        _check("positions", positions, 2, "int32")
-        rows, num_heads, _ = q.shape
-        outs = [
-            relax.TensorType((rows, num_heads, v_head_dim), q.dtype),
-            relax.TensorType((rows, num_heads), "float32"),
-        ]
-        name = "pagedkv.cross_attention_to_positions"
-        both = self._call_with_lists(name, layer_id, sm_scale, [q, positions], outs)
-        o, lse = (relax.BlockBuilder.current().emit(relax.TupleGetItem(both, i)) for i in range(2))
-        return Tensor(_expr=o), Tensor(_expr=lse)
+        _check("positions", positions, "int32", 2)
+        return self._cross_attend("positions", layer_id, [], q, positions, v_head_dim, sm_scale)
+
+    def cross_attention_to_blocks(
+        self,
+        layer_id: int,
+        q: Tensor,
+        blocks: Tensor,
+        block_size: int,
+        v_head_dim: int,
+        sm_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Do what `cross_attention_to_positions` does, with lists of blocks of positions.
+
+        Parameters
+        ----------
+        layer_id : int
+        q : ``[T, num_qo_heads, head_dim]``
+        blocks : int32 ``[T, width]`` or ``[T, lists, width]``
+        block_size : int
+            As for `attention_to_blocks`.
+
+        Returns
+        -------
+        o : ``[T, num_qo_heads, v_head_dim]``
+        lse : float32 ``[T, num_qo_heads]``
+
+        Raises
+        ------
+        ValueError
+            If a tensor has another number of dimensions or another dtype.
+        """
+        _check("blocks", blocks, "int32", 2, 3)
+        return self._cross_attend("blocks", layer_id, [block_size], q, blocks, v_head_dim, sm_scale)
 
     def index_top_k(
         self, layer_id: int, q: Tensor, weights: Tensor, k: int, scale: float = 1.0
@@ -114,29 +171,114 @@ class ListMethods(Object):
         ValueError
             If a tensor has another number of dimensions or another dtype.
         """
-        _check("q", q, 3, q.dtype)
-        _check("weights", weights, 2, "float32")
+        _check("q", q, q.dtype, 3)
+        _check("weights", weights, "float32", 2)
         out = relax.TensorType((q.shape[0], k), "int32")
-        name = "pagedkv.index_top_k"
-        return Tensor(_expr=self._call_with_lists(name, layer_id, scale, [q, weights], out))
+        call = self._call_lists("index_top_k", [layer_id, float(scale)], [q, weights], out)
+        return Tensor(_expr=call)
 
-    def _call_with_lists(
+    def index_top_blocks(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: int,
+        block_size: int,
+        init_blocks: int = 0,
+        local_blocks: int = 1,
+    ) -> Tensor:
+        """Choose blocks of positions for each head of each row.
+
+        The score of a block is the largest product ``q . key`` of a position in it that the row
+        sees, in float32.
+
+        Parameters
+        ----------
+        layer_id : int
+            A layer of kind "index", which has appended the keys of this step.
+        q : ``[T, num_heads, dim]``
+        k : int
+            Blocks that a list may have.
+        block_size : int
+            Positions of a block, a multiple of the page size.
+        init_blocks, local_blocks : int
+            The first blocks, and the last ones up to the row's own, that are always chosen.
+
+        Returns
+        -------
+        blocks : int32 ``[T, num_heads, k]``
+            For `attention_to_blocks`: in order, of those that the row sees, then -1.
+
+        Raises
+        ------
+        ValueError
+            If `q` has another number of dimensions.
+        """
+        _check("q", q, q.dtype, 3)
+        out = relax.TensorType((*q.shape[:2], k), "int32")
+        scalars = [layer_id, block_size, init_blocks, local_blocks]
+        return Tensor(_expr=self._call_lists("index_top_blocks", scalars, [q], out))
+
+    def _attend(
+        self,
+        kind: str,
+        layer_id: int,
+        sizes: list[int],
+        qkv: Tensor,
+        lists: Tensor,
+        num_qo_heads: int,
+        sm_scale: float,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Emit a call of attention with fused rows to lists of a kind."""
+        _check("qkv", qkv, qkv.dtype, 3)
+        tensors = [qkv, lists]
+        if sink_logits is not None:
+            _check("sink_logits", sink_logits, "float32", 1)
+            tensors.append(sink_logits)
+        rows, _, dim = qkv.shape
+        out = relax.TensorType((rows, num_qo_heads, dim), qkv.dtype)
+        scalars = [layer_id, *sizes, float(sm_scale)]
+        return Tensor(_expr=self._call_lists(f"attention_to_{kind}", scalars, tensors, out))
+
+    def _cross_attend(
+        self,
+        kind: str,
+        layer_id: int,
+        sizes: list[int],
+        q: Tensor,
+        lists: Tensor,
+        v_head_dim: int,
+        sm_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Emit a call of attention to lists of a kind, of rows that are appended."""
+        _check("q", q, q.dtype, 3)
+        rows, num_heads, _ = q.shape
+        outs = [
+            relax.TensorType((rows, num_heads, v_head_dim), q.dtype),
+            relax.TensorType((rows, num_heads), "float32"),
+        ]
+        scalars = [layer_id, *sizes, float(sm_scale)]
+        both = self._call_lists(f"cross_attention_to_{kind}", scalars, [q, lists], outs)
+        o, lse = (relax.BlockBuilder.current().emit(relax.TupleGetItem(both, i)) for i in range(2))
+        return Tensor(_expr=o), Tensor(_expr=lse)
+
+    def _call_lists(
         self,
         name: str,
-        layer_id: int,
-        sm_scale: float,
+        scalars: Sequence[int | float],
         tensors: list[Tensor],
         out: relax.TensorType | list[relax.TensorType],
     ) -> relax.Var:
-        arguments = [relax.prim_value(layer_id), relax.prim_value(float(sm_scale))]
+        """Emit a call of a global function whose outputs come last."""
+        arguments = [relax.prim_value(scalar) for scalar in scalars]
         arguments += [tensor._expr for tensor in tensors]
-        call = relax.call_dps_packed(name, [self._expr, *arguments], out_ty=out)
+        call = relax.call_dps_packed(f"pagedkv.{name}", [self._expr, *arguments], out_ty=out)
         return relax.BlockBuilder.current().emit(call)
 
 
-def _check(name: str, tensor: Tensor, ndim: int, dtype: str) -> None:
-    if len(tensor.shape) != ndim or tensor.dtype != dtype:
+def _check(name: str, tensor: Tensor, dtype: str, *dimensions: int) -> None:
+    if len(tensor.shape) not in dimensions or tensor.dtype != dtype:
         raise ValueError(
-            f"{name} must be of type {dtype} and have {ndim} dimensions, got {tensor.dtype} "
-            f"{list(tensor.shape)}"
+            f"{name} must be of type {dtype} and have {' or '.join(map(str, dimensions))} "
+            f"dimensions, got {tensor.dtype} {list(tensor.shape)}"
         )

@@ -32,7 +32,7 @@ from ..simd import import_llvm, index_temp
 
 
 @inline
-def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
+def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables_per_row=None):
     """Attend with one row of Q per sequence, and store.
 
     Parameters
@@ -45,11 +45,15 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
         As `kv_operands.single_row_operands` chooses it.
     kind : type
         Where K and V are: `PagedRows` or `ListedRows`.
+    tables_per_row : int32 expression, optional
+        Page tables of a row of Q, each of which is a sequence; see `PageSchedule`.
     """
     is_listed, rope, batch_size = T.meta_var((kind is not PagedRows, a.rope, a.batch_size))
-    num_heads, group = T.meta_var((spec.num_qo_heads, spec.group_size))
+    group = T.meta_var(spec.group_size)
     page_size = T.meta_var(1 if is_listed else spec.page_size)
-    schedule = PageSchedule(replace(spec, page_size=page_size), a.page_indptr, batch_size)
+    schedule = PageSchedule(
+        replace(spec, page_size=page_size), a.page_indptr, batch_size, tables_per_row
+    )
     schedule.begin()
     states = PartialStates(spec, schedule.num_splits, max_local_heads(spec) * group)
     output = Output(spec, a, begin_with_sinks=True)
@@ -71,13 +75,14 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
             while pair.has_next():
                 pair.take()
                 sequence, first_head = T.meta_var((pair.sequence, pair.first_head))
+                token = T.meta_var(pair.row)
                 position = T.meta_var(a.q_rope_position[sequence])
                 kv_len = T.meta_var(a.lengths.kv_len(sequence, pair.num_pages))
                 spans.begin_sequence(sequence, kv_len, position)
                 rope.begin_sequence(spans.length)
                 kv.begin_pair(sequence, first_head, pair.num_heads)
                 for head in range(pair.num_heads):
-                    rows.load_q(a.q, sequence, first_head + head, head, position)
+                    rows.load_q(a.q, token, first_head + head, head, position)
                     products.begin_head(head)
                     if a.sink_logits is not None:
                         if pair.first_page == 0:  # not in a split that goes on
@@ -100,7 +105,7 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
                 rows.finish(pair.num_heads)
                 for i in range(pair.num_heads * group):
                     if pair.is_whole:
-                        output.finish(sequence, first_head * group + i, *rows.result(i))
+                        output.finish(token, first_head * group + i, *rows.result(i))
                     else:
                         states.put(split_id, pair.first_page > 0, i, *rows.result(i))
             split_id = T.cast(queue.take(), "int32")
@@ -110,14 +115,16 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows):
     for split_id in range(schedule.num_splits - 1):
         cut.find_cut(split_id)
         if cut.num_splits > 0:
+            cut_token = T.meta_var(cut.row)
             for i in range(cut.num_heads * group):
                 head = T.meta_var(cut.first_head * group + i)
-                states.merge(split_id, cut.num_splits, i, output, cut.sequence, head)
+                states.merge(split_id, cut.num_splits, i, output, cut_token, head)
     states.free()
     for sequence in range(batch_size):
         if a.page_indptr[sequence + 1] == a.page_indptr[sequence]:  # it is in no split
-            for head in range(num_heads):
-                output.clear(sequence, head)
+            first = T.meta_var(schedule.first_head_of(sequence) * group)
+            for head in range(schedule.heads * group):
+                output.clear(schedule.row_of(sequence), first + head)
 
 
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: bool = False):

@@ -12,15 +12,14 @@ from tvm.script import tirx as T
 
 from ...define import attributes
 from ...index_spec import IndexSpec
+from ...layout import arrays_of
 from ...script import inline, prim_func
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
-from ..components.inline_rope import NoRotation
+from ..components.index_scores import TokenTile, score_tile, tile_tokens
 from ..components.kv_operands import operands
-from ..components.kv_rows import LatentRows
-from ..components.kv_tile import POSITIONS, KvTile
-from ..components.lane_rows import LaneQueries, RowBlocks
+from ..components.kv_tile import POSITIONS
 from ..components.lane_softmax import LaneSoftmax
 from ..components.register_tile import round_up
 from ..components.top_k import TopK, TopKLists, keys_of, llvm_helpers
@@ -29,55 +28,39 @@ from ..conversion import require_half_conversion
 from ..shuffles import transpose
 from ..simd import F32, broadcast, constant, import_llvm, index_temp, load, store, temp
 
-TILE_ROWS = 256  # rows of Q, with all their heads, that share packed keys
-SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
-
-
-@T.meta_class
-class TokenTile:
-    """Some tokens of a sequence, with all their index heads."""
-
-    def __init__(self, num_heads: int):
-        self.num_heads = num_heads
-        self.first, self.num_tokens, self.end = (T.local_scalar("int32") for _ in range(3))
-
-    @property
-    def num_rows(self):
-        """Return the rows of the tile: tokens times heads."""
-        return self.num_tokens * self.num_heads
-
-    def token(self, row):
-        """The row of Q of a row of the tile."""
-        return self.first + row // self.num_heads
-
-    def query_head(self, row):
-        """The index head of a row of the tile."""
-        return row % self.num_heads
-
-    def num_seen(self, token):
-        """Positions that a token sees."""
-        return self.end - self.num_tokens + token + 1
-
 
 @T.meta_class
 class WeightedScores:
     """Scores of the tokens of a tile and a block of positions: sums over the heads.
 
     A score is no less than 0 before it is weighted.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    lanes : int
+    weights : float32 Buffer ``[rows, num_heads]``
+        Of the heads.
+    lists : TopKLists
+        A list for each task and token, which takes the scores.
     """
 
-    def __init__(self, num_heads: int, lanes: int, max_rows: int):
-        self.num_heads, self.lanes = num_heads, lanes
+    def __init__(self, spec: KernelSpec, lanes: int, weights, lists: TopKLists):
+        self.num_heads, self.lanes, self.head_weights = spec.num_qo_heads, lanes, weights
+        self.lists, self.max_tokens = lists, tile_tokens(spec)
+        num_heads, max_rows = self.num_heads, self.max_tokens * self.num_heads
         self.run = math.gcd(num_heads, lanes)  # rows of a vector that surely are of one token
         rows = round_up(max_rows, lanes)
         # Rows behind the tile's belong to tokens that nobody asks for.
         self.sums = T.alloc_buffer((rows // num_heads + 1, POSITIONS), F32)
         self.weights = T.alloc_buffer((rows,), F32)
         self.keys = T.alloc_buffer((POSITIONS,), "int32")
+        self.top = TopK(lists, lanes)
 
     @inline
-    def begin(self, tile: TokenTile, weights):
-        """Take the weights of the heads."""
+    def begin(self, task, tile: TokenTile):
+        """Take the weights of the heads, and clear the lists."""
+        weights = T.meta_var(self.head_weights)
         lanes = T.meta_var(self.lanes)
         num_rows = T.meta_var(round_up(tile.num_rows, lanes))
         for row in range(num_rows):
@@ -85,9 +68,11 @@ class WeightedScores:
             self.weights[row] = weights[tile.token(of_tile), tile.query_head(of_tile)]
         for token in range((num_rows - 1) // self.num_heads + 1):
             self._clear(token)
+        for token in range(tile.num_tokens):
+            self.lists.clear(task * self.max_tokens + token)
 
     @inline
-    def add(self, softmax: LaneSoftmax, block, num_seen):
+    def add(self, softmax: LaneSoftmax, block, first, num_seen):
         """Add the scores of a block of rows."""
         lanes = T.meta_var(self.lanes)
         for n in T.unroll(block.tile.vectors):
@@ -108,72 +93,26 @@ class WeightedScores:
             store(self.sums, at, lanes, load(self.sums, at, lanes) + total)
 
     @inline
-    def take(self, token, top: TopK, first, num_seen):
-        """Offer the scores of a token, and forget them."""
+    def take(self, task, tile: TokenTile, first, num_seen):
+        """Offer the scores of all tokens to their lists, and forget them."""
+        for token in range(tile.num_tokens):
+            self.top.open(task * self.max_tokens + token)
+            self._take_token(token, first, T.min(num_seen, tile.num_seen(token) - first))
+            self.top.close(task * self.max_tokens + token)
+
+    @inline
+    def _take_token(self, token, first, num_seen):
         lanes = T.meta_var(self.lanes)
         for v in T.unroll(POSITIONS // lanes):
             keys = T.meta_var(keys_of(load(self.sums, (token, v * lanes), lanes), lanes))
             store(self.keys, (v * lanes,), lanes, keys, "int32")
         self._clear(token)
-        top.offer(self.keys, 0, num_seen, lambda i: first + i)
+        self.top.offer(self.keys, 0, num_seen, lambda i: first + i)
 
     @inline
     def _clear(self, token):
         for v in T.unroll(POSITIONS // self.lanes):
             store(self.sums, (token, v * self.lanes), self.lanes, constant(0.0, self.lanes))
-
-
-@inline
-def score_tile(spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, weights, lists, tasks):
-    """Score all positions of a tile's sequence up to its last token's.
-
-    `tasks` has their number, and the first and last page of the sequence. A task has a list for
-    each token.
-    """
-    num_blocks = (tile.end + POSITIONS - 1) // POSITIONS
-    num_tasks, table = T.meta_var((tasks[0], tasks[1:]))
-    max_tokens = T.meta_var(tile_tokens(spec))
-    max_rows = T.meta_var(max_tokens * spec.num_qo_heads)
-    for task in T.parallel(num_tasks, annotations=TASKS):
-        rope = T.meta_var(NoRotation())
-        ops.begin_task()
-        rows = T.meta_var(LatentRows(spec, a.pages, a.page_values, *table, head=0))
-        queries, kv = (
-            LaneQueries(spec, ops, max_rows, a, rope, a.sm_scale),
-            KvTile(spec, ops, rows),
-        )
-        softmax, blocks = LaneSoftmax(spec, ops, max_rows), RowBlocks(spec, ops)
-        weighted = WeightedScores(spec.num_qo_heads, ops.lanes, max_rows)
-        top = TopK(lists, ops.lanes)
-
-        @inline
-        def score(block, first, num_seen):
-            softmax.score(queries, kv, block, first, 0, num_seen)
-            weighted.add(softmax, block, num_seen)
-
-        queries.begin_task()
-        kv.begin_task()
-        blocks.begin(tile.num_rows)
-        for vector in range(blocks.num_vectors):
-            queries.load(vector, tile)
-        weighted.begin(tile, weights)
-        for token in range(tile.num_tokens):
-            lists.clear(task * max_tokens + token)
-        for i in range(cut(num_blocks, task, num_tasks), cut(num_blocks, task + 1, num_tasks)):
-            first = i * POSITIONS
-            num_seen = T.min(POSITIONS, tile.end - first)
-            kv.pack(first, tile.end, rope, 0)
-            for index in range(blocks.count):
-                if index < blocks.num_wide:
-                    score(blocks.wide(index), first, num_seen)
-                else:
-                    score(blocks.narrow(index), first, num_seen)
-            for token in range(tile.num_tokens):
-                top.open(task * max_tokens + token)
-                num_offered = T.min(POSITIONS, tile.num_seen(token) - first)
-                weighted.take(token, top, first, num_offered)
-                top.close(task * max_tokens + token)
-        ops.end_task()
 
 
 @inline
@@ -187,12 +126,7 @@ def choose(tile: TokenTile, lists, num_lists, lanes, positions, max_tokens):
             top.open(token)
             for i in range(num_lists - 1):
                 top.offer_list((i + 1) * max_tokens + token)
-            top.choose(positions, tile.first + token)
-
-
-def tile_tokens(spec: KernelSpec) -> int:
-    """Tokens of a tile."""
-    return max(1, min(64, TILE_ROWS // spec.num_qo_heads))
+            top.choose(positions, (tile.first + token,))
 
 
 def index_top_k(spec: IndexSpec):
@@ -245,24 +179,18 @@ def index_top_k(spec: IndexSpec):
         most_tasks = num_threads()
         lists = TopKLists(most_tasks * max_tokens, k, longest)
         lists.begin()
-        tile = TokenTile(num_heads)
-        ops.begin([x for x in (a.q, a.pages) if str(x.dtype) == "bfloat16"])
+        tile = TokenTile(rows, a)
+        make_sink = T.meta_var(lambda: WeightedScores(rows, ops.lanes, head_weights, lists))
+        ops.begin([x for x in (a.q, *arrays_of(a.pages)) if str(x.dtype) == "bfloat16"])
         with ops.scope(), import_llvm(llvm_helpers(ops.lanes)):
             for b in range(batch_size):
-                num_tokens = a.q_indptr[b + 1] - a.q_indptr[b]
-                num_held = a.page_indptr[b + 1] - a.page_indptr[b]
-                kv_len = (num_held - 1) * spec.page_size + a.length_info[b]
-                table = T.meta_var((a.page_indptr[b], a.page_indptr[b + 1] - 1))
-                for i in range((num_tokens + max_tokens - 1) // max_tokens):
-                    tile.first = a.q_indptr[b] + i * max_tokens
-                    tile.num_tokens = T.min(max_tokens, num_tokens - i * max_tokens)
-                    tile.end = kv_len - num_tokens + i * max_tokens + tile.num_tokens
-                    work = T.cast(tile.num_rows, "int64") * tile.end * rows.qk_head_dim
+                tile.begin_sequence(b)
+                for i in range(tile.count):
+                    tile.begin(b, i)
                     num_blocks = (tile.end + POSITIONS - 1) // POSITIONS
-                    is_large = T.meta_var(work > SERIAL_WORK)
-                    num_tasks = T.if_then_else(is_large, T.min(most_tasks, num_blocks), 1)
-                    tasks = T.meta_var((num_tasks, *table))
-                    score_tile(rows, a, ops, tile, head_weights, lists, tasks)
+                    most = T.meta_var(T.min(most_tasks, num_blocks))
+                    num_tasks = T.if_then_else(tile.is_large, most, 1)
+                    score_tile(rows, a, ops, tile, num_tasks, POSITIONS, make_sink)
                     choose(tile, lists, num_tasks, ops.lanes, chosen, max_tokens)
         lists.free()
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of rows to listed positions: the cost grows with the lists, not with the sequences.
+"""Attention of rows to lists: the cost grows with the lists, not with the sequences.
 
-Lists become slots first. Then every row of Q attends alone: with K and V as in decode, where a
-list takes the place of the pages of a sequence; over latent rows, which serve all query heads, with
-register tiles.
+A list names positions or blocks of positions. First, positions become slots, and blocks become
+page tables. Then every row of Q attends alone: with K and V as in decode, where a list takes the
+place of the pages of a sequence; over latent rows, which serve all query heads, with register
+tiles.
 """
 
 from dataclasses import replace
@@ -13,10 +14,11 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
-from ...semantics.visibility import CausalMask, RaggedSequence, WholeSequence
+from ...semantics.visibility import CausalMask, WholeSequence
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import Elements, PagedInputs
 from ...spec import KernelSpec
+from ..components.block_pages import BlockPages
 from ..components.hadamard_rotation import HadamardRotation
 from ..components.inline_rope import NoRotation
 from ..components.kv_operands import operands, single_row_operands
@@ -36,7 +38,7 @@ class ListTiles:
     ----------
     spec : KernelSpec
     a : PagedInputs
-        Whose page table has the slots of each row of Q.
+        Whose page table has the slots or the pages of each row of Q.
 
     Attributes
     ----------
@@ -44,7 +46,7 @@ class ListTiles:
     num_rows : int
         A row of Q is a row for each query head here.
     kv_len, end : int32 expressions
-        Slots of the list.
+        Positions of the list.
     first_page, last_page : int32 expressions
         The entries of the list.
     before, cost : int64 expressions
@@ -81,12 +83,12 @@ class ListTiles:
         if self.has_next():
             self.first_page = self.a.page_indptr[self.row]
             self.last_page = self.a.page_indptr[self.row + 1] - 1
-        self.end = self.last_page + 1 - self.first_page
+            self.end = self.a.lengths.kv_len(self.row, self.last_page + 1 - self.first_page)
         self.cost = T.cast(T.max((self.end + POSITIONS - 1) // POSITIONS, 1), "int64")
 
     @property
     def kv_len(self):
-        """Return the slots of the list."""
+        """Return the positions of the list."""
         return self.end
 
     def token(self, row):
@@ -106,6 +108,22 @@ def attend_listed(spec: KernelSpec):
     left out. One that is listed twice counts twice. The pages hold the rows of the call already,
     and K as it was appended is not rotated again.
     """
+    return _attention_to_lists(spec, by_blocks=False)
+
+
+def attend_blocks(spec: KernelSpec):
+    """Build the kernel `attend_blocks`: rows attend to the blocks of positions that they list.
+
+    Arguments are those of `attend_listed`, but in place of `positions`, `blocks`, int32
+    ``[T, lists, width]``: each list is for ``num_kv_heads // lists`` KV heads. Block ``i`` has the
+    positions from ``i * block_size`` on; `block_size`, int32, is a multiple of the page size. Of
+    its own block a row sees the positions up to its own. Blocks behind it and negative ones are
+    left out; one that is listed twice counts twice, but for the row's own.
+    """
+    return _attention_to_lists(spec, by_blocks=True)
+
+
+def _attention_to_lists(spec: KernelSpec, by_blocks: bool):
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
     if spec.alibi_slopes is not None:
         raise ValueError("attention to lists has no ALiBi")
@@ -114,8 +132,9 @@ def attend_listed(spec: KernelSpec):
     is_latent = spec.kind == "mla"
     ops = operands(spec, spec.kv_dtype) if is_latent else single_row_operands(spec)
     has_hadamard = spec.codec is not None and spec.codec.has_hadamard
+    absent = {"positions"} if by_blocks else {"blocks", "block_size"}
 
-    @prim_func(absent=spec.without_sinks)
+    @prim_func(absent=spec.without_sinks | absent)
     def attend_listed(
         q: T.handle,
         q_indptr: T.handle,
@@ -124,13 +143,15 @@ def attend_listed(spec: KernelSpec):
         page_values: T.handle,
         length_info: T.handle,
         positions: T.handle,
+        blocks: T.handle,
         o: T.handle,
         lse: T.handle,
         sm_scale: T.float32,
+        block_size: T.int32,
         sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries, width = sizes(5)
+        batch_size, num_rows, num_pages, num_entries, width, num_lists = sizes(6)
         a = T.meta_var(
             PagedInputs(
                 batch_size=batch_size,
@@ -147,28 +168,41 @@ def attend_listed(spec: KernelSpec):
                 mask=CausalMask(1),
             )
         )
-        listed = match_int32(positions, num_rows, width)
+        block_shape = T.meta_var((num_rows, num_lists, width))
+        listed = (
+            match_int32(blocks, *block_shape)
+            if by_blocks
+            else match_int32(positions, num_rows, width)
+        )
         pages_view = T.meta_var(view_pages(a.pages, spec))
         lengths = T.meta_var(WholeSequence(spec, a.length_info, index_temp))
         rope = T.meta_var(HadamardRotation(spec, a) if has_hadamard else NoRotation())
-        lists = SlotLists(spec, replace(a, lengths=lengths), listed, num_rows, width)
+        whole = T.meta_var(replace(a, lengths=lengths))
+        lists = T.meta_var(
+            BlockPages(spec, whole, listed, block_size, block_shape)
+            if by_blocks
+            else SlotLists(spec, whole, listed, num_rows, width)
+        )
         lists.fill()
         nothing = T.meta_var(Elements(lambda _: T.int32(0)))
         ready = T.meta_var(
             replace(
                 a,
-                batch_size=num_rows,
+                batch_size=lists.count,
                 pages=pages_view,
                 page_indptr=lists.indptr,
-                page_values=lists.slots,
-                lengths=RaggedSequence(),
+                page_values=lists.values,
+                lengths=lists.lengths,
                 rope=rope,
                 k_rope_pos_offset=nothing,
                 q_rope_position=nothing,
             )
         )
         if is_latent:
-            split_tiles.attend(spec, ready, ops, ListTiles, lambda: None, False, ListedLatentRows)
+            kind = T.meta_var(None if by_blocks else ListedLatentRows)
+            split_tiles.attend(spec, ready, ops, ListTiles, lambda: None, False, kind)
+        elif by_blocks:
+            decode.attend(spec, ready, ops, tables_per_row=num_lists)
         else:
             decode.attend(spec, ready, ops, ListedRows)
         lists.free()

@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
+from ..simd import index_temp
 from .query_rows import max_local_heads
 from .work import Splits, cut, num_threads
 
@@ -27,18 +28,27 @@ class PageSchedule:
     spec : KernelSpec
     page_indptr : int32 ``[batch_size + 1]``
     batch_size : int32
+        Sequences, each of which is one of the page tables of a row of Q.
+    tables_per_row : int32 expression, optional
+        Page tables of a row, each for as many of its KV heads; None: one for all heads.
 
     Attributes
     ----------
+    heads : int, or int32 expression
+        KV heads of a sequence.
     num_head_splits : int, or int32 expression
         Pairs of a sequence.
     num_tasks : int32
     """
 
-    def __init__(self, spec: KernelSpec, page_indptr, batch_size):
+    def __init__(self, spec: KernelSpec, page_indptr, batch_size, tables_per_row=None):
         self.spec, self.page_indptr, self.batch_size = spec, page_indptr, batch_size
+        self.tables_per_row = tables_per_row
         self.total, self.num_tasks = T.local_scalar("int64"), T.local_scalar("int32")
-        self.num_head_splits = -(-spec.num_kv_heads // max_local_heads(spec))
+        self.heads = spec.num_kv_heads
+        if tables_per_row is not None:
+            self.heads = T.local_scalar("int32")
+        self.num_head_splits = self.heads
         if max_local_heads(spec) > 1:
             self.num_head_splits = T.local_scalar("int32")
         self.splits = Splits(self.total, self.num_tasks)
@@ -46,12 +56,15 @@ class PageSchedule:
     @inline
     def begin(self):
         """Cut the pages."""
-        spec, heads = T.meta_var((self.spec, self.spec.num_kv_heads))
+        spec, heads = T.meta_var((self.spec, self.heads))
+        if self.tables_per_row is not None:
+            self.heads = spec.num_kv_heads // self.tables_per_row
         # Pages times KV heads may exceed 32 bits.
         pages = T.cast(self.page_indptr[self.batch_size], "int64")
         threads = T.cast(num_threads(), "int64")
         if max_local_heads(spec) > 1:
-            fewest = T.meta_var(-(-heads // max_local_heads(spec)))
+            most = T.meta_var(max_local_heads(spec))
+            fewest = T.meta_var((heads + most - 1) // most)
             is_enough = T.meta_var(pages * fewest >= threads * PAGES_PER_TASK)
             self.num_head_splits = T.if_then_else(is_enough, fewest, heads)
         self.total = pages * self.num_head_splits
@@ -68,6 +81,14 @@ class PageSchedule:
         """Return the number of splits, int32."""
         return self.splits.count
 
+    def row_of(self, sequence):
+        """The row of Q of a sequence."""
+        return sequence if self.tables_per_row is None else sequence // self.tables_per_row
+
+    def first_head_of(self, sequence):
+        """The first KV head of a sequence."""
+        return 0 if self.tables_per_row is None else sequence % self.tables_per_row * self.heads
+
 
 @T.meta_class
 class Pairs:
@@ -80,7 +101,7 @@ class Pairs:
     Attributes
     ----------
     sequence, first_head, num_heads : int32
-        The pair; heads are KV heads.
+        The pair; heads are KV heads, counted over all heads of the row.
     num_pages : int32
         Pages of the sequence.
     first_page, last_page : int32
@@ -125,6 +146,13 @@ class Pairs:
         self.page += self.last_page - self.first_page
 
     @property
+    def row(self):
+        """Return the row of Q."""
+        if self.schedule.tables_per_row is None:
+            return self.sequence
+        return index_temp(self.schedule.row_of(self.sequence))
+
+    @property
     def is_whole(self):
         """Whether all pages of the sequence are in the split."""
         return self.last_page - self.first_page == self.num_pages
@@ -157,8 +185,8 @@ class Pairs:
 
     @inline
     def _set_heads(self, head_split):
-        heads, num_head_splits = T.meta_var(
-            (self.schedule.spec.num_kv_heads, self.schedule.num_head_splits)
-        )
+        heads, num_head_splits = T.meta_var((self.schedule.heads, self.schedule.num_head_splits))
         self.first_head = cut(heads, head_split, num_head_splits)
         self.num_heads = cut(heads, head_split + 1, num_head_splits) - self.first_head
+        if self.schedule.tables_per_row is not None:
+            self.first_head += self.schedule.first_head_of(self.sequence)

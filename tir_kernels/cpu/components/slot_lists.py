@@ -4,6 +4,7 @@
 from tvm.script import tirx as T
 
 from ...script import inline
+from ...semantics.visibility import RaggedSequence
 from ...spec import KernelSpec
 from .partial_states import Workspace
 from .work import TASKS, cut, num_threads
@@ -26,16 +27,22 @@ class SlotLists:
 
     Attributes
     ----------
+    count : int32
+        Number of lists: `num_rows`.
     indptr : int32 Buffer ``[num_rows + 1]``
-    slots : int32 Buffer ``[indptr[num_rows]]``
+    values : int32 Buffer ``[indptr[num_rows]]``
+        The slots.
+    lengths : RaggedSequence
+        Lengths of the lists.
     """
 
     def __init__(self, spec: KernelSpec, a, positions, num_rows, width):
         self.spec, self.a, self.positions = spec, a, positions
-        self.num_rows, self.width = num_rows, width
+        self.num_rows, self.width, self.count = num_rows, width, num_rows
+        self.lengths = RaggedSequence()
         self._indptr = Workspace(num_rows + 1, (), "int32", "lists of positions")
         self._slots = Workspace(num_rows * width, (), "int32", "lists of positions")
-        self.indptr, self.slots = self._indptr.buffer, self._slots.buffer
+        self.indptr, self.values = self._indptr.buffer, self._slots.buffer
 
     @inline
     def free(self):
@@ -71,7 +78,7 @@ class SlotLists:
                 for i in range(self.width):
                     position = T.meta_var(positions[r, i])
                     if row.sees(position):
-                        self.slots[at] = row.slot(position)
+                        self.values[at] = row.slot(position)
                         at += 1
 
     def _first_row(self, task, num_tasks):

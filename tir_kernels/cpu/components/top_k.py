@@ -172,15 +172,18 @@ class TopK:
             )
 
     @inline
-    def choose(self, positions, row):
-        """Store the positions of the `k` largest scores of the list, in order, then -1."""
+    def choose(self, positions, row: tuple):
+        """Store the positions of the `k` largest scores of the list, in order, then -1.
+
+        `row` has the indices of `positions`, less the last one.
+        """
         lists = T.meta_var(self.lists)
         if self.count > lists.k:
             self._shrink(lists.k)
         for i in range(self.count):
-            positions[row, i] = lists.positions[self.first + i]
+            T.buffer_store(positions, lists.positions[self.first + i], [*row, i])
         for i in range(lists.k - self.count):
-            positions[row, self.count + i] = -1
+            T.buffer_store(positions, T.int32(-1), [*row, self.count + i])
 
     @inline
     def _shrink(self, most):

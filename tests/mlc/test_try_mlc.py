@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of scripts/tools/try_mlc.py that do without mlc-llm."""
+"""The parts of try_mlc.py and try_mlc_engine.py in scripts/tools that do without mlc-llm."""
 
 from __future__ import annotations
 
@@ -61,6 +61,20 @@ def test_a_folder_that_is_no_clone(tmp_path):
     done = subprocess.run([*command, "check"], cwd=TOOLS, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"{tmp_path} is no clone of mlc-llm" in done.stderr
+
+
+def test_the_engine_needs_a_clone_with_its_submodules(tmp_path):
+    command = [sys.executable, str(TOOLS / "try_mlc_engine.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{tmp_path} is no clone of mlc-llm" in done.stderr
+    passes = tmp_path / "python" / "mlc_llm" / "compiler_pass"
+    passes.mkdir(parents=True)
+    (passes / "dispatch_kv_cache_creation.py").touch()
+    (tmp_path / "3rdparty" / "tvm" / "include").mkdir(parents=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "lacks the submodule 3rdparty/xgrammar" in done.stderr
 
 
 if __name__ == "__main__":

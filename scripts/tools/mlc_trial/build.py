@@ -43,8 +43,8 @@ def ours() -> Iterator[None]:
         tvm_pagedkv.mlc.uninstall()
 
 
-def compile_model(family: Family, config: dict[str, Any], output: Path) -> float:
-    """Compile into a shared library; returns the seconds it took."""
+def compile_model(mlc_name: str, config: dict[str, Any], output: Path, **overrides: Any) -> float:
+    """Compile a model of mlc-llm into a shared library; returns the seconds it took."""
     from mlc_llm.interface.compile import compile
     from mlc_llm.interface.compiler_flags import ModelConfigOverride, OptimizationFlags
     from mlc_llm.model import MODELS
@@ -59,13 +59,13 @@ def compile_model(family: Family, config: dict[str, Any], output: Path) -> float
     compile(
         config=copy.deepcopy(config),
         quantization=QUANTIZATION["q0f32"],
-        model_type=MODELS[family.mlc_name],
+        model_type=MODELS[mlc_name],
         target=target,
         opt=OptimizationFlags(),
         build_func=_build,
         system_lib_prefix="",
         output=output,
-        overrides=ModelConfigOverride(prefill_chunk_size=512, max_batch_size=8),
+        overrides=ModelConfigOverride(**overrides),
     )
     return time.perf_counter() - start
 

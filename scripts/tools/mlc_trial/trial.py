@@ -49,10 +49,13 @@ def _check(arguments: argparse.Namespace, kinds: dict[str, _Context]) -> dict[st
 def _compile(family: Family, reference: Any, folder: Path, kind: str) -> float:
     """Compile unless it has been done; returns the seconds it took then or now."""
     from .build import compile_model, load_weights
+    from .session import MAX_BATCH, MAX_CHUNK
 
     library, seconds = folder / f"{kind}.so", folder / f"{kind}.seconds"
     if not library.exists():
-        seconds.write_text(str(compile_model(family, reference.config, library)))
+        limits = {"prefill_chunk_size": MAX_CHUNK, "max_batch_size": MAX_BATCH}
+        took = compile_model(family.mlc_name, reference.config, library, **limits)
+        seconds.write_text(str(took))
     weights = load_weights(family, reference.config, reference.weights)
     np.savez(folder / "weights.npz", *(weight.numpy() for weight in weights))
     return float(seconds.read_text()) if seconds.exists() else 0.0

@@ -145,5 +145,4 @@ def _tokens(engine: Engine) -> dict[str, Any]:
     return {
         "prefilled": int(metrics["prefill_tokens_sum"]),
         "generated": int(metrics["completion_tokens_sum"]),
-        "decoded a second": int(metrics["decode_tokens_per_s"]),
     }

@@ -222,6 +222,10 @@ CODECS = {
         Codec("int4", "uint8", bits=4, limit=-8.0, **_PACKED),
     )
 }
+# Those of index keys: one scale for each key, as in DeepSeek V3.2.
+KEY_CODECS = tuple(
+    name for name, codec in CODECS.items() if not codec.group_size and not codec.has_hadamard
+)
 
 
 def codec_of(kv_dtype: str) -> Codec | CodecPair | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .codec import KEY_CODECS
 from .spec import FLOAT_DTYPES, CudaTarget, KernelSpec, VectorTarget, row_copies
 
 
@@ -19,7 +20,8 @@ class IndexSpec:
     dim : int
         Elements of a key, and of a row of Q.
     dtype, kv_dtype : str
-        Type of a step's keys and of Q, and of the pages.
+        Type of a step's keys and of Q, and of the pages; the latter may name a codec of
+        `KEY_CODECS`.
     page_size : int
         Slots of a page.
     target : VectorTarget or CudaTarget
@@ -39,10 +41,10 @@ class IndexSpec:
     target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
 
     def __post_init__(self):
-        for name in ("dtype", "kv_dtype"):
-            if getattr(self, name) not in FLOAT_DTYPES:
-                known = ", ".join(FLOAT_DTYPES)
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        for name, known in (("dtype", FLOAT_DTYPES), ("kv_dtype", FLOAT_DTYPES + KEY_CODECS)):
+            if getattr(self, name) not in known:
+                names = ", ".join(known)
+                raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
 
     @property
     def rows(self) -> KernelSpec:
@@ -52,5 +54,8 @@ class IndexSpec:
 
     @property
     def products(self) -> KernelSpec:
-        """The spec of what multiplies Q with keys; they have no V, so it is narrow."""
+        """The spec of what multiplies Q with keys; they have no V, so it is narrow.
+
+        Pages are those of `rows`: with a codec, the widths of rows decide where scales lie.
+        """
         return replace(self.rows, num_qo_heads=self.num_heads, v_head_dim=8)

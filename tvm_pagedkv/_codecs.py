@@ -33,4 +33,5 @@ def _codec_module() -> ModuleType:
 
 _codecs = _codec_module()
 CODECS: dict[str, Codec] = _codecs.CODECS
+KEY_CODECS: tuple[str, ...] = _codecs.KEY_CODECS
 codec_of: Callable[[str], Codec | CodecPair | None] = _codecs.codec_of

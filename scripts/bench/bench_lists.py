@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to chosen positions and blocks beside dense attention, over one long sequence.
 
-A layer of K and V and an index lane, both of bfloat16. Rows choose positions by the lane, and
-attend to them; then as many positions in blocks, each index head for some KV heads. The keys are
-random, so the lists of two rows have little in common: lists of a model overlap, and read more from
-the caches of the CPU.
+A layer of K and V in bfloat16, and an index lane. Rows choose positions by the lane, and attend to
+them; then as many positions in blocks, each index head for some KV heads. The keys are random, so
+the lists of two rows have little in common: lists of a model overlap, and read more from the caches
+of the CPU.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ class Shape:
     block: int
 
 
-def _cache(shape: Shape):
+def _cache(shape: Shape, index_dtype: str):
     import tvm_pagedkv as pkv
 
-    lane = pkv.LayerSpec("index", num_qo_heads=shape.heads, qk_head_dim=shape.dim)
+    lane = pkv.LayerSpec(
+        "index", num_qo_heads=shape.heads, qk_head_dim=shape.dim, kv_dtype=index_dtype
+    )
     config = pkv.KVCacheConfig(
         num_layers=2,
         num_qo_heads=HEADS,
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--index-heads", type=int, nargs="+", default=[4])
     parser.add_argument("--index-dim", type=int, default=128)
+    parser.add_argument("--index-dtype", default=DTYPE, help="type of the keys' pages")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 512])
     parser.add_argument("--budget", type=float, default=1, help="seconds per measurement")
     arguments = parser.parse_args()
@@ -140,7 +143,7 @@ def main() -> None:
         shape = Shape(
             heads, arguments.index_dim, arguments.positions, arguments.chosen, arguments.block
         )
-        rng, cache = np.random.default_rng(0), _cache(shape)
+        rng, cache = np.random.default_rng(0), _cache(shape, arguments.index_dtype)
         filling, kept = Rows(shape, STEP, rng), shape.positions - max(arguments.rows)
         for _ in range(kept // STEP):
             filling.append(cache)
@@ -148,7 +151,8 @@ def main() -> None:
             Rows(shape, kept % STEP, rng).append(cache)
         print(
             f"{os.environ['TVM_NUM_THREADS']} threads, {kept} positions before the rows, "
-            f"{shape.chosen} chosen by {heads} index heads of {shape.dim}"
+            f"{shape.chosen} chosen by {heads} index heads of {shape.dim}, keys in "
+            f"{arguments.index_dtype}"
         )
         for count in arguments.rows:
             measure(cache, Rows(shape, count, rng), shape, arguments.budget)

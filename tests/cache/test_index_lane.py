@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 import tvm_pagedkv as pkv
+from tir_kernels.codec import codec_of
 from tvm_pagedkv import LayerSpec
 
 from .. import reference
+from ..reference import quantized
 from ..reference.index import assert_chosen, index_scores
 from ..reference.listed import listed_attention
 from .test_lists import HEADS, KV_HEADS, LISTS, WIDTH
 
 INDEX_HEADS, INDEX_DIM, K = 3, 16, 6
+SLOW = pytest.mark.slow
 KV, INDEX = 0, 1
 CONFIG = replace(
     LISTS,
@@ -29,15 +31,29 @@ CONFIG = replace(
 )
 
 
+def with_lane(**fields) -> pkv.KVCacheConfig:
+    """The configuration with other fields of its index lane."""
+    return replace(CONFIG, layers=[CONFIG.layers[0], replace(CONFIG.layers[1], **fields)])
+
+
+def kept_keys(keys: np.ndarray, kv_dtype: str | None) -> np.ndarray:
+    """Keys as a lane gives them back."""
+    if kv_dtype is None:
+        return keys
+    return quantized.keep(codec_of(kv_dtype), keys, keys.shape[-1])
+
+
 class World:
     """A cache and its reference; what a token appends is a function of the token."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, kv_dtype: str | None = None):
         self.rng = np.random.default_rng(seed)
-        self.cache = pkv.create(CONFIG)
+        self.config = with_lane(kv_dtype=kv_dtype)
+        self.cache = pkv.create(self.config)
         self.texts: dict[int, list[int]] = {}
         self.qkv = self.normal(1000, HEADS + 2 * KV_HEADS, WIDTH)
         self.keys = self.normal(1000, INDEX_DIM)
+        self.kept = kept_keys(self.keys, kv_dtype)
 
     def normal(self, *shape: int) -> np.ndarray:
         return self.rng.standard_normal(shape).astype("float32")
@@ -63,7 +79,7 @@ class World:
         text = np.array(self.texts[seq_id])
         owns = range(len(text) - len(tokens), len(text))
         for row, own in enumerate(owns):
-            keys = self.keys[text[: own + 1]]
+            keys = self.kept[text[: own + 1]]
             assert_chosen(positions[row], index_scores(q[row], weights[row], keys, 0.5), "float32")
         k, v = self.qkv[text, HEADS : HEADS + KV_HEADS], self.qkv[text, HEADS + KV_HEADS :]
         want, _ = listed_attention(self.qkv[tokens][:, :HEADS], k, v, positions, owns, 0.25)
@@ -83,12 +99,13 @@ class World:
         self.cache.check_integrity()
 
 
-def test_keys_follow_forks_pops_hits_and_files(tmp_path):
+@pytest.mark.parametrize("kv_dtype", [None, "int8", pytest.param("float8_e4m3fn", marks=SLOW)])
+def test_keys_follow_forks_pops_hits_and_files(tmp_path, kv_dtype):
     seed = 2
     print(f"seed {seed}")
-    world = World(seed)
+    world = World(seed, kv_dtype)
     cache, texts = world.cache, world.texts
-    assert cache.stats()["allocated_bytes"] == CONFIG.memory_bytes()
+    assert cache.stats()["allocated_bytes"] == world.config.memory_bytes()
     world.add(0, [1])
     world.step([0], [45])
     for child, position in ((1, 30), (2, -1), (3, 7)):
@@ -104,7 +121,7 @@ def test_keys_follow_forks_pops_hits_and_files(tmp_path):
     reused = world.add(4, [*text, 5])  # found in the prefix cache
     assert reused >= len(text) - 4
     world.step([4], [2])
-    other = World(seed)  # the same tokens append the same rows
+    other = World(seed, kv_dtype)  # the same tokens append the same rows
     other.cache.load(tmp_path / "file", [0])
     other.texts[0] = text
     other.step([0], [1], records=False)
@@ -153,7 +170,8 @@ def test_errors():
     ("fields", "message"),
     [
         ({"qk_head_dim": None}, "kind 'index' needs num_qo_heads and qk_head_dim of its own"),
-        ({"kv_dtype": "int8"}, "index keys are not quantized"),
+        ({"kv_dtype": "int4"}, "index keys are kept as float32, float16, bfloat16, int8 or"),
+        ({"kv_dtype": ("int8", "float8_e4m3fn")}, "index keys are kept as"),
         ({"num_kv_heads": 2}, "num_kv_heads of kind 'index' must be 1"),
         ({"window": 3}, "layer.window is required for kinds 'mha_sliding' and"),
     ],
@@ -162,3 +180,30 @@ def test_lanes_that_cannot_be(fields, message):
     lane = {"kind": "index", "num_qo_heads": 4, "qk_head_dim": 16, **fields}
     with pytest.raises(ValueError, match=message):
         replace(CONFIG, layers=[LayerSpec(), LayerSpec(**lane)])
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "least"), [("int8", 0.97), pytest.param("float8_e4m3fn", 0.9, marks=SLOW)]
+)
+def test_most_positions_are_those_of_exact_keys(kv_dtype, least):
+    """The choice by keys with a scale each, beside that by keys in float32."""
+    dim, k, rows = 128, 64, 3000
+    rng, chosen = np.random.default_rng(0), []
+    keys = rng.standard_normal((rows, dim)).astype("float32")
+    keys *= rng.lognormal(size=(rows, 1)).astype("float32")  # so that scales differ
+    q = rng.standard_normal((8, INDEX_HEADS, dim)).astype("float32")
+    weights = rng.standard_normal((8, INDEX_HEADS)).astype("float32")
+    scores = [index_scores(q[i], weights[i], keys[: rows - 7 + i], dim**-0.5) for i in range(8)]
+    config = replace(with_lane(kv_dtype=kv_dtype, qk_head_dim=dim), max_total_tokens=4096)
+    cache = pkv.create(replace(config, prefill_chunk_size=4096))
+    cache.add_sequence(0)
+    for part in (slice(0, rows - 8), slice(rows - 8, rows)):
+        count = part.stop - part.start
+        with cache.forward([0], [count]):
+            cache.append_index(INDEX, keys[part])
+            cache.attention(KV, np.zeros((count, HEADS + 2 * KV_HEADS, WIDTH), "float32"))
+            if count == 8:
+                chosen = cache.index_top_k(INDEX, q, weights, k, dim**-0.5).numpy()
+    best = [np.argsort(-each, kind="stable")[:k] for each in scores]
+    found = [len(np.intersect1d(*pair)) for pair in zip(chosen, best, strict=True)]
+    assert least <= np.sum(found) / (8 * k) < 1

@@ -9,7 +9,15 @@ import pytest
 from tir_kernels.index_spec import IndexSpec
 
 from ..reference.index import assert_chosen, assert_chosen_blocks, block_scores, index_scores
-from ..support.attention_cases import compiled, indptr, normal, tensor
+from ..support.attention_cases import (
+    compiled,
+    indptr,
+    normal,
+    page_dtype,
+    pool_of,
+    random_pages,
+    tensor,
+)
 from ..support.kernel_specs import BF16, F16, F32, NATIVE, parametrize_seed
 from ..support.selections import few_of, latin_square
 
@@ -19,6 +27,13 @@ SPECS = [
     IndexSpec(3, 32, F16, F32, 1, NATIVE),
     IndexSpec(1, 40, F32, BF16, 4, NATIVE),
     IndexSpec(300, 16, F32, F32, 4, NATIVE),
+]
+QUANTIZED = [
+    IndexSpec(64, 128, BF16, "float8_e4m3fn", 64, NATIVE),
+    IndexSpec(4, 64, F32, "int8", 16, NATIVE),
+    IndexSpec(3, 32, F16, "int8", 1, NATIVE),
+    IndexSpec(5, 72, BF16, "int8", 4, NATIVE),
+    IndexSpec(5, 72, F32, "float8_e4m3fn", 4, NATIVE),
 ]
 # (rows of the step, positions), and how many are chosen.
 BATCHES = {
@@ -36,10 +51,12 @@ class Case:
         self.num_rows, self.kv_lens = (list(x) for x in zip(*lengths, strict=True))
         page, total = spec.page_size, sum(self.num_rows)
         num_pages = [-(-kv // page) for kv in self.kv_lens]
-        self.pages = np.full((sum(num_pages) + 3, page, spec.dim), np.nan, spec.kv_dtype)
+        rows = spec.rows
+        shape = (sum(num_pages) + 3, page, spec.dim)
+        self.pages = np.full(shape, np.nan, page_dtype(rows))
         self.page_indptr = indptr(num_pages)
         self.page_ids = rng.permutation(len(self.pages))[: sum(num_pages)].astype(np.int32)
-        self.keys = [normal(rng, (kv, spec.dim), spec.kv_dtype) for kv in self.kv_lens]
+        self.keys = [random_pages(rng, (kv, spec.dim), rows) for kv in self.kv_lens]
         for b, keys in enumerate(self.keys):
             ids = self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
             for at, key in enumerate(keys):
@@ -50,7 +67,8 @@ class Case:
 
     def run(self, k: int) -> np.ndarray:
         positions = tensor(np.full((len(self.q), k), 77, np.int32))
-        arrays = [self.q, indptr(self.num_rows), self.weights, self.pages, self.page_indptr]
+        pages = pool_of(self.spec.rows, self.pages)
+        arrays = [self.q, indptr(self.num_rows), self.weights, pages, self.page_indptr]
         arrays += [self.page_ids, np.array(self.last, np.int32)]
         kernel = compiled("index_top_k", self.spec)
         kernel(*map(tensor, arrays), positions, 0.25)
@@ -58,7 +76,8 @@ class Case:
 
     def run_blocks(self, k: int, block_size: int, kept: tuple[int, int]) -> np.ndarray:
         blocks = tensor(np.full((*self.q.shape[:2], k), 77, np.int32))
-        arrays = [self.q, indptr(self.num_rows), self.pages, self.page_indptr, self.page_ids]
+        pages = pool_of(self.spec.rows, self.pages)
+        arrays = [self.q, indptr(self.num_rows), pages, self.page_indptr, self.page_ids]
         arrays += [np.array(self.last, np.int32)]
         kernel = compiled("index_top_blocks", self.spec)
         kernel(*map(tensor, arrays), blocks, block_size, *kept)
@@ -83,9 +102,13 @@ class Case:
             assert_chosen_blocks(blocks[row], scores, kept, self.spec.dtype)
 
 
+def name_of(spec: IndexSpec) -> str:
+    return f"{spec.num_heads}x{spec.dim}-{spec.dtype}-{spec.kv_dtype}"
+
+
 @parametrize_seed
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize("spec", few_of(SPECS, 2), ids=lambda s: f"{s.num_heads}x{s.dim}-{s.dtype}")
+@pytest.mark.parametrize("spec", few_of(SPECS, 2) + few_of(QUANTIZED, 2), ids=name_of)
 def test_index_top_k(spec, batch, seed):
     case = Case(spec, batch[0], seed)
     case.verify(case.run(batch[1]))
@@ -119,7 +142,7 @@ BLOCKS = {"local": (2, 5, (0, 1)), "both": (1, 9, (2, 3)), "none": (5, 3, (0, 0)
 @latin_square(3, "batch", "how")
 @pytest.mark.parametrize("how", BLOCKS.values(), ids=BLOCKS.keys())
 @pytest.mark.parametrize("batch", [x[0] for x in BATCHES.values()], ids=BATCHES.keys())
-@pytest.mark.parametrize("spec", few_of(SPECS, 2), ids=lambda s: f"{s.num_heads}x{s.dim}-{s.dtype}")
+@pytest.mark.parametrize("spec", few_of(SPECS, 2) + few_of(QUANTIZED, 1), ids=name_of)
 def test_index_top_blocks(spec, batch, how, seed):
     pages, k, kept = how
     case = Case(spec, batch, seed)

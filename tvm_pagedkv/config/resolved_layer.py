@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._checks import check_head_dim, check_int
-from .._codecs import codec_of
+from .._codecs import KEY_CODECS, codec_of
 from .alibi import resolve_slopes
 from .dtypes import ITEMSIZE
 from .layer_spec import KV_KINDS, LATENT_KINDS, MHA_KINDS, LayerSpec
@@ -126,10 +126,11 @@ def _index_fields(index: int, layer: LayerSpec, kv_dtype: str) -> dict[str, Any]
             f"layer {index}: kind 'index' needs num_qo_heads and qk_head_dim of its own, the index "
             "heads and the width of their keys"
         )
-    if codec_of(kv_dtype) is not None:
+    if codec_of(kv_dtype) is not None and kv_dtype not in KEY_CODECS:
         raise ValueError(
-            f"layer {index}: index keys are not quantized, so kv_dtype must be float32, float16 or "
-            f"bfloat16; got {kv_dtype!r}"
+            f"layer {index}: index keys are kept as float32, float16, bfloat16, "
+            f"{' or '.join(KEY_CODECS)}, got kv_dtype {kv_dtype!r}; give the layer a kv_dtype of "
+            "its own"
         )
     return {"v_head_dim": layer.qk_head_dim, "rope": RopeConfig(mode="none")}
 

@@ -7,12 +7,13 @@ the rows, whose lists they merge.
 """
 
 import math
+from dataclasses import replace
 
 from tvm.script import tirx as T
 
 from ...define import attributes
 from ...index_spec import IndexSpec
-from ...layout import arrays_of
+from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import PagedInputs
@@ -139,7 +140,7 @@ def index_top_k(spec: IndexSpec):
     """
     rows, num_heads = spec.products, spec.num_heads
     require_half_conversion(rows, rows.dtype, rows.kv_dtype)
-    match_rows, match_pages = row_matcher(rows), page_matcher(rows)
+    match_rows, match_pages = row_matcher(rows), page_matcher(spec.rows)
     ops = operands(rows, rows.kv_dtype)
     max_tokens = tile_tokens(rows)
 
@@ -157,7 +158,7 @@ def index_top_k(spec: IndexSpec):
     ):
         T.func_attr(attributes(rows))
         batch_size, num_rows, num_pages, num_entries, k = sizes(5)
-        a = T.meta_var(
+        matched = T.meta_var(
             PagedInputs(
                 batch_size=batch_size,
                 q=match_rows(q, num_rows, num_heads, spec.dim),
@@ -173,6 +174,7 @@ def index_top_k(spec: IndexSpec):
         )
         head_weights = match_float32(weights, num_rows, num_heads)
         chosen = match_int32(positions, num_rows, k)
+        a = T.meta_var(replace(matched, pages=view_pages(matched.pages, spec.rows)))
         longest = T.int32(1)
         for b in range(batch_size):
             longest = T.max(longest, (a.page_indptr[b + 1] - a.page_indptr[b]) * spec.page_size)

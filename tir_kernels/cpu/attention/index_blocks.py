@@ -5,11 +5,13 @@ Tiles of a few rows of Q, one after another. Tasks share the blocks, whose score
 their positions. Then they share the rows, which choose the largest scores.
 """
 
+from dataclasses import replace
+
 from tvm.script import tirx as T
 
 from ...define import attributes
 from ...index_spec import IndexSpec
-from ...layout import arrays_of
+from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...signatures.arrays import match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import PagedInputs
@@ -154,7 +156,7 @@ def index_top_blocks(spec: IndexSpec):
     """
     rows, num_heads = spec.products, spec.num_heads
     require_half_conversion(rows, rows.dtype, rows.kv_dtype)
-    match_rows, match_pages = row_matcher(rows), page_matcher(rows)
+    match_rows, match_pages = row_matcher(rows), page_matcher(spec.rows)
     ops = operands(rows, rows.kv_dtype)
 
     @prim_func
@@ -172,7 +174,7 @@ def index_top_blocks(spec: IndexSpec):
     ):
         T.func_attr(attributes(rows))
         batch_size, num_rows, num_pages, num_entries, k = sizes(5)
-        a = T.meta_var(
+        matched = T.meta_var(
             PagedInputs(
                 batch_size=batch_size,
                 q=match_rows(q, num_rows, num_heads, spec.dim),
@@ -187,6 +189,7 @@ def index_top_blocks(spec: IndexSpec):
             )
         )
         chosen = match_int32(blocks, num_rows, num_heads, k)
+        a = T.meta_var(replace(matched, pages=view_pages(matched.pages, spec.rows)))
         most_blocks = T.int32(1)
         for b in range(batch_size):
             num_held = a.page_indptr[b + 1] - a.page_indptr[b]

@@ -299,7 +299,7 @@ const KernelSet& Attention::MergeKernels(int64_t num_heads, int64_t width) const
   // The call names no layer, so the shape decides whose kernel fits.
   for (const StoredLayer& layer : storage_.layers()) {
     const LayerConfig& config = layer.config;
-    if (!config.is_attention()) continue;
+    if (!config.is_attention() || !layer.kernels->Has(KernelName::kMerge)) continue;
     int64_t merged = config.original_v_head_dim ? config.original_v_head_dim : config.v_head_dim;
     if (config.num_qo_heads == num_heads && merged == width) return *layer.kernels;
   }

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
+
 import tvm_pagedkv as pkv
 from tir_kernels.codec import codec_of
 from tvm_pagedkv import LayerSpec
@@ -207,3 +209,19 @@ def test_most_positions_are_those_of_exact_keys(kv_dtype, least):
     best = [np.argsort(-each, kind="stable")[:k] for each in scores]
     found = [len(np.intersect1d(*pair)) for pair in zip(chosen, best, strict=True)]
     assert least <= np.sum(found) / (8 * k) < 1
+
+
+def test_merges_have_the_kernel_of_a_layer_with_attention():
+    """A lane before it has the same heads and width."""
+    lane = LayerSpec("index", num_qo_heads=HEADS, qk_head_dim=WIDTH)
+    cache = pkv.create(replace(CONFIG, layers=[lane, LayerSpec()]))
+    rng = np.random.default_rng(0)
+    states = [
+        (rng.standard_normal((5, HEADS, WIDTH)).astype("float32"),
+         rng.standard_normal((5, HEADS)).astype("float32"))
+        for _ in range(2)
+    ]  # fmt: skip
+    want = reference.merge(*states[0], *states[1])
+    mine = [tvm.runtime.tensor(x) for x in states[0]]
+    got = cache.merge_attention(*mine, *states[1])
+    reference.assert_state_close([x.numpy() for x in got], want, "float32")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -12,9 +14,12 @@ from tvm.relax.frontend.nn import spec
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 
 import tvm_pagedkv as pkv
+from tir_kernels.codec import codec_of
 
 from .. import reference
+from ..reference.index import assert_chosen, assert_chosen_blocks, block_scores, index_scores
 from ..reference.listed import attention_by_heads, expand_blocks
+from ..reference.quantized import keep
 from ..support.fast_compilation import MODEL_TARGET
 
 HEADS, KV_HEADS, DIM, WIDTH, SCALE = 4, 2, 16, 5, 0.25
@@ -116,6 +121,107 @@ def test_model():
         want = attention_by_heads(q, *expected.kv(0, 0), positions, owns, SCALE)
         reference.assert_close(got[0].numpy(), want[0], "float32", "attention")
         reference.assert_state_close([x.numpy() for x in got[1:]], want, "float32")
+
+
+LANE_HEADS, LANE_DIM, CHOSEN = 2, 8, 4
+
+
+class Indexed(Lists):
+    """Two layers that attend to what a lane chooses, one to positions and one to blocks."""
+
+    def attend(
+        self,
+        qkv: nn.Tensor,
+        keys: nn.Tensor,
+        q: nn.Tensor,
+        weights: nn.Tensor,
+        cache: pkv.PagedKVCacheObject,
+    ):
+        cache = cache.append_index(1, keys)
+        positions = cache.index_top_k(1, q, weights, CHOSEN, SCALE)
+        o = cache.attention_to_positions(0, qkv, positions, HEADS, SCALE)
+        blocks = cache.index_top_blocks(1, q, BLOCKS, BLOCK)
+        return o, positions, cache.attention_to_blocks(2, qkv, blocks, BLOCK, HEADS, SCALE), blocks
+
+
+LANE = pkv.LayerSpec("index", num_qo_heads=LANE_HEADS, qk_head_dim=LANE_DIM)
+INDEXED = {
+    "attn_kind": ["mha", "index", "mha"],
+    "num_hidden_layers": 3,
+    "layer_partition": relax.ShapeExpr([0, 3]),
+}
+
+
+def export_indexed(**changes) -> tvm.IRModule:
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    tensors = {
+        "qkv": spec.Tensor(["n", HEADS + 2 * KV_HEADS, DIM], "float32"),
+        "keys": spec.Tensor(["n", LANE_DIM], "float32"),
+        "q": spec.Tensor(["n", LANE_HEADS, LANE_DIM], "float32"),
+        "weights": spec.Tensor(["n", LANE_HEADS], "float32"),
+        "cache": spec.Object(object_type=pkv.PagedKVCacheObject),
+    }
+    signatures = {"create": {"$": plain}, "attend": {**tensors, "$": plain}}
+    return Indexed(**{**INDEXED, **changes}).export_tvm(signatures)[0]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_model_with_an_index_lane(kv_dtype):
+    rng = np.random.default_rng(0)
+    module = export_indexed(index_lane=replace(LANE, kv_dtype=kv_dtype))
+    cache = relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
+    cache, attend = cache["create"](), cache["attend"]
+    assert [layer["kv_dtype"] for layer in cache.description["layers"]] == [
+        *("float32", kv_dtype or "float32", "float32")
+    ]
+    expected = reference.ReferenceCache(1, np.dtype("float32"))
+    lane = reference.ReferenceLatentCache(1, np.dtype("float32"))
+    for each in (cache, expected, lane):
+        each.add_sequence(0)
+    for n in (21, 1):
+        owns = range(expected.length(0), expected.length(0) + n)
+        shapes = (HEADS + 2 * KV_HEADS, DIM), (LANE_DIM,), (LANE_HEADS, LANE_DIM), (LANE_HEADS,)
+        inputs = [rng.standard_normal((n, *shape)).astype("float32") for shape in shapes]
+        with cache.forward([0], [n]):
+            got = [x.numpy() for x in attend(*map(tvm.runtime.tensor, inputs), cache)]
+        qkv, keys, q, weights = inputs
+        expected.attention(0, [0], [n], qkv, KV_HEADS, SCALE)
+        lane.append(0, [0], [n], keys if kv_dtype is None else keep(codec_of(kv_dtype), keys))
+        o, positions, o_of_blocks, blocks = got
+        for row, own in enumerate(owns):
+            known = lane.latent(0, 0)[: own + 1]
+            assert_chosen(
+                positions[row], index_scores(q[row], weights[row], known, SCALE), "float32"
+            )
+            scores = block_scores(q[row], known, BLOCK)
+            assert_chosen_blocks(blocks[row], scores, (0, 1), "float32")
+        rows = np.ascontiguousarray(qkv[:, :HEADS]), *expected.kv(0, 0)
+        for found, lists in (
+            (o, positions[:, None]),
+            (o_of_blocks, expand_blocks(blocks, BLOCK, owns)),
+        ):
+            want, _ = attention_by_heads(*rows, lists, owns, SCALE)
+            reference.assert_close(found, want, "float32", "attention")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({}, ValueError, "layers of kind 'index' and index_lane, .* need each other"),
+        ({"index_lane": pkv.LayerSpec("mla")}, ValueError, "need each other"),
+        ({"index_lane": "int8"}, TypeError, "index_lane must be a LayerSpec"),
+        ({"index_lane": LANE, "attn_kind": ["mha"] * 3}, ValueError, "need each other"),
+        (
+            {"index_lane": LANE, "lists": False, "runtime": "stock"},
+            ValueError,
+            "need runtime 'pagedkv' and a CPU",
+        ),
+        ({"index_lane": replace(LANE, kv_dtype="int4")}, ValueError, "index keys are kept as"),
+    ],
+)
+def test_lanes_that_cannot_be(changes, error, message):
+    with pytest.raises(error, match=message):
+        export_indexed(**changes)
 
 
 def test_pages_of_one_shape():

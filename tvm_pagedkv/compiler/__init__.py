@@ -20,6 +20,7 @@ from .create import codec_map, config_map, create, rope_details
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
+from .recurrent_specs import index_spec
 from .targets import (
     architecture,
     class_of,
@@ -48,6 +49,7 @@ __all__ = [
     "compiling",
     "config_map",
     "create",
+    "index_spec",
     "is_cuda",
     "kernel_spec",
     "kernel_symbol",

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import tvm
 from tvm import relax
@@ -14,10 +14,11 @@ from tvm.target import Target
 
 from tir_kernels import build_kernel, kernel_names
 from tir_kernels.cpu.attention import stock_sliding
+from tir_kernels.index_spec import IndexSpec
 from tir_kernels.spec import KernelSpec
 
-from ..compiler import architecture, codec_map, is_cuda, required_features
-from ..config import ResolvedConfig
+from ..compiler import architecture, codec_map, index_spec, is_cuda, required_features
+from ..config import ResolvedConfig, ResolvedLayer
 from .layer_ropes import LayerRope
 from .model_kernels import ModelKernels
 from .releases import StringImm
@@ -28,14 +29,51 @@ def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
     types: dict[str, relax.Expr] = {}
     for layer in config.layers:
         name = "mla_kv_dtype" if layer.kind == "mla" else "kv_dtype"
-        if layer.kind == "linear" or layer.kv_dtype == config.dtype:
-            continue
-        if layer.codec is None:
-            types[name] = StringImm(layer.kv_dtype)
-        else:
-            codec, *numbers = codec_map(layer, config.page_size)["codec"].values()
-            types[name] = relax.Tuple([StringImm(codec), *map(relax.prim_value, numbers)])
+        if layer.kind not in ("linear", "index") and layer.kv_dtype != config.dtype:
+            types[name] = _page_type(config, layer)
     return types
+
+
+def _page_type(config: ResolvedConfig, layer: ResolvedLayer) -> relax.Expr:
+    """Return the type of a layer's pages as the constructor takes it."""
+    if layer.codec is None:
+        return StringImm(layer.kv_dtype)
+    codec, *numbers = codec_map(layer, config.page_size)["codec"].values()
+    return relax.Tuple([StringImm(codec), *map(relax.prim_value, numbers)])
+
+
+@dataclass(frozen=True)
+class IndexLanes:
+    """What the constructor is told of the index lanes of a model, which are all alike.
+
+    Parameters
+    ----------
+    spec : IndexSpec
+        Of their kernels.
+    page_type : relax.Expr
+        The type of their pages.
+    """
+
+    spec: IndexSpec
+    page_type: relax.Expr
+
+    @staticmethod
+    def of(config: ResolvedConfig, target: Target) -> IndexLanes | None:
+        """Return those of a configuration, if it has any."""
+        lanes = [layer for layer in config.layers if layer.kind == "index"]
+        if not lanes:
+            return None
+        return IndexLanes(index_spec(config, lanes[0], target), _page_type(config, lanes[0]))
+
+    def expression(self, function: Callable[[str, Any], relax.ExternFunc]) -> relax.Tuple:
+        """Return the argument of the constructor; `function` makes references to kernels."""
+        kernels = [
+            each
+            for name in kernel_names(self.spec)
+            for each in (StringImm(name), function(name, self.spec))
+        ]
+        shape = relax.prim_value(self.spec.num_heads), relax.prim_value(self.spec.dim)
+        return relax.Tuple([*shape, self.page_type, *kernels])
 
 
 class ConstructorKernels:
@@ -54,6 +92,7 @@ class ConstructorKernels:
         What the constructor is told of the pages of layers, by its names.
     layer_ropes : sequence of LayerRope
         Where layers differ in more than the mode of their rotations.
+    index_lanes : IndexLanes, optional
     """
 
     def __init__(
@@ -64,20 +103,24 @@ class ConstructorKernels:
         target: Target,
         page_types: dict[str, relax.Expr],
         layer_ropes: Sequence[LayerRope] = (),
+        index_lanes: IndexLanes | None = None,
     ):
         self.tag, self.window, self.kinds = tag, window, set(specs)
         self.page_types, self.layer_ropes = page_types, layer_ropes
+        self.index_lanes = index_lanes
         # None if there are no such layers; callers check.
         self.mla = cast(KernelSpec, specs.get("mla"))
         self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
         self._target = target
-        self._listed = ModelKernels(target, repr([specs, *layer_ropes]))
+        self._listed = ModelKernels(
+            target, repr([specs, *layer_ropes, index_lanes and index_lanes.spec])
+        )
 
     def compile(self) -> list[tvm.runtime.Module]:
         """Compile the kernels that `positional` has listed; return libraries to link."""
         return self._listed.compile()
 
-    def _function(self, name: str, spec: KernelSpec) -> relax.ExternFunc:
+    def _function(self, name: str, spec: KernelSpec | IndexSpec) -> relax.ExternFunc:
         return self._listed.refer(name, repr(spec), partial(build_kernel, name, spec))
 
     def _tagged(self, *values: relax.Expr) -> relax.Tuple:
@@ -185,10 +228,12 @@ class ConstructorKernels:
         values = {name: self._function(name, spec) for name, spec in specs.items()}
         if (self.mha or self.mla).sink_logits:  # whose kernels take them
             values["sink_logits"] = relax.prim_value(1)
-        ropes = [("rope", rope.expression(self._function)) for rope in self.layer_ropes]
+        others = [("rope", rope.expression(self._function)) for rope in self.layer_ropes]
+        if self.index_lanes is not None:
+            others.append(("index", self.index_lanes.expression(self._function)))
         return [
             each
-            for name, value in [*(self.page_types | values | self._cpu()).items(), *ropes]
+            for name, value in [*(self.page_types | values | self._cpu()).items(), *others]
             for each in (StringImm(name), value)
         ]
 

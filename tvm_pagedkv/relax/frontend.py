@@ -24,7 +24,7 @@ from ..config import (
     ResolvedLayer,
     RopeConfig,
 )
-from .constructor_kernels import ConstructorKernels, page_types
+from .constructor_kernels import ConstructorKernels, IndexLanes, page_types
 from .frontend_methods import PagedKVCacheObject
 from .layer_ropes import base_rope, common_ropes, layer_ropes_of, mode_number, own_ropes
 from .model_kernels import link_when_finalized
@@ -41,7 +41,8 @@ _KIND_NUMBERS = {
     "mla": int(AttnKind.MLA),
     "linear": 2,  # TVM's front end has no name for it
     "mha_sliding": int(AttnKind.MHA_SLIDING),
-    "mha_chunked": 4,  # known to runtime "pagedkv" only
+    "mha_chunked": 4,  # this and the next are known to runtime "pagedkv" only
+    "index": 5,
 }
 
 
@@ -60,8 +61,9 @@ class PagedKVCache(PagedKVCacheObject):
     ----------
     attn_kind : str or list of str
         One kind for all layers, or one per layer: "mha", "mha_sliding", "mha_chunked" (for runtime
-        "pagedkv"), "mla", or "linear", which keeps no K and V. In a model with "mla" layers, the
-        heads of other layers are as wide as a latent row.
+        "pagedkv"), "mla", "index" (for runtime "pagedkv", with `index_lane`), or "linear", which
+        keeps no K and V. In a model with "mla" layers, the heads of other layers are as wide as a
+        latent row.
     max_batch_size, max_total_seq_len, prefill_chunk_size : tirx.Var or int
         Capacities. Symbolic ones are given when the cache is created.
     page_size : tirx.Var or int
@@ -112,6 +114,9 @@ class PagedKVCache(PagedKVCacheObject):
     lists : bool
         Whether rows of "mha" and "mla" layers can attend to lists of positions, as for `LayerSpec`;
         in models whose layers have pages of one shape.
+    index_lane : LayerSpec, optional
+        The layers of kind "index", which are all alike: `num_qo_heads`, `qk_head_dim` and
+        `kv_dtype`. They are on CPUs only.
     sink_logits : bool
         Whether all attention layers have learned sinks, as for `LayerSpec`.
     spans : bool
@@ -168,6 +173,7 @@ class PagedKVCache(PagedKVCacheObject):
         layer_ropes: Sequence[RopeConfig] | None = None,
         kv_dtype: str | None = None,
         lists: bool = False,
+        index_lane: LayerSpec | None = None,
         sink_logits: bool = False,
         spans: bool = False,
         runtime: str = "pagedkv",
@@ -196,6 +202,7 @@ class PagedKVCache(PagedKVCacheObject):
                 "the stock runtime has no layers that attend within chunks; choose runtime "
                 "'pagedkv'"
             )
+        _check_index_lane(kinds, index_lane, runtime, target)
         rope = base_rope(ropes)
         is_mixed = "mla" in kinds and not set(MHA_KINDS).isdisjoint(kinds)
         if lists and (runtime == "stock" or is_mixed):
@@ -229,7 +236,9 @@ class PagedKVCache(PagedKVCacheObject):
             page_size=page_size if isinstance(page_size, int) else kernel_page_size,
             rope=rope,
             layers=[
-                LayerSpec(
+                index_lane
+                if kind == "index" and index_lane is not None
+                else LayerSpec(
                     kind=kind,
                     v_head_dim=None if kind == "mla" or "mla" not in kinds else qk_head_dim,
                     window=layer_sliding_window_size if kind in WINDOW_KINDS else None,
@@ -261,7 +270,7 @@ class PagedKVCache(PagedKVCacheObject):
         specs = [
             _spec(config, replace(layer, rope=rope.resolved()), target)
             for layer in config.layers
-            if layer.kind != "linear"
+            if layer.kind not in ("linear", "index")
         ]
         kernels = ConstructorKernels(
             {spec.kind: spec for spec in specs},
@@ -272,6 +281,7 @@ class PagedKVCache(PagedKVCacheObject):
             layer_ropes_of(config, lambda layer: _spec(config, layer, target))
             if layer_ropes is not None
             else (),
+            IndexLanes.of(config, target),
         )
         builder = relax.BlockBuilder.current()
         if builder is None:
@@ -332,3 +342,18 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
         if kind not in _KIND_NUMBERS:
             raise ValueError(f"attn_kind must be of {', '.join(_KIND_NUMBERS)}; got {kind!r}")
     return kinds
+
+
+def _check_index_lane(
+    kinds: list[str], index_lane: LayerSpec | None, runtime: str, target: Target
+) -> None:
+    if not isinstance(index_lane, (LayerSpec, type(None))):
+        raise TypeError(f"index_lane must be a LayerSpec, got {index_lane!r}")
+    kind = None if index_lane is None else index_lane.kind
+    if ("index" in kinds) != (kind == "index") or kind not in (None, "index"):
+        raise ValueError(
+            "layers of kind 'index' and index_lane, a LayerSpec of this kind, need each other; got "
+            f"kinds {sorted(set(kinds))} and index_lane={index_lane!r}"
+        )
+    if kind is not None and (runtime == "stock" or is_cuda(target)):
+        raise ValueError("layers of kind 'index' need runtime 'pagedkv' and a CPU")

@@ -205,7 +205,7 @@ POSITIONAL = {
     "kinds": {
         "none": None, "empty": Shape([]), "one": Shape([0]), "unknown": Shape([0, 4]),
         "low": Shape([0, -(2**63)]), "wide": Shape([0, 2**32]), "sliding": Shape([3, 3]),
-        "mla": Shape([1, 1]),
+        "mla": Shape([1, 1]), "index": Shape([0, 5]), "last": Shape([0, 6]),
     },
     "transfer": {"text": "yes", "array": []},
     "mode": {"negative": -1, "three": 3, "wide": 2**32} | NO_INT,
@@ -243,6 +243,34 @@ def test_hostile_positional_creation(runtime):
 
     failed = failures(cases())
     assert not failed, f"{len(failed)} cases\n" + "\n".join(failed[:20])
+
+
+def test_hostile_index_lanes():
+    """Layers of kind "index", whose shape and kernels come by name."""
+    names = ("transpose_append_mla", "copy_single_page")
+    kernels = [each for name in names for each in (name, MLA_KERNELS[name])]
+    lane = [3, 8, "float32", *kernels, "index_top_k", print]
+    create = tvm_ffi.get_global_func(MODEL_CONSTRUCTORS["pagedkv"])
+
+    def arguments(value: Any) -> list[Any]:
+        rotary = ["pagedkv", KERNELS["split_rotary"], None, 16, "index", value]
+        return positional(kinds=Shape([0, 5]), split_rotary=rotary)
+
+    layer = create(*arguments(lane)).description["layers"][1]
+    assert [layer[name] for name in ("kind", "num_qo_heads", "qk_head_dim")] == ["mla", 3, 8]
+    wrong = {
+        "none": None, "int": 1, "empty": [], "short": lane[:2], "no_kernels": lane[:3],
+        "half": lane[:-1], "text": "index", "no_choice": lane[:-2],
+        "name": [*lane[:3], 1, print], "unknown": [*lane, "other", print],
+    }  # fmt: skip
+    for i, values in enumerate((BELOW_ONE | NO_INT, BELOW_ONE | NO_INT, CONFIG["kv_dtype"])):
+        for name, value in values.items():
+            wrong[f"{i}: {name}"] = [*lane[:i], made(value), *lane[i + 1 :]]
+    failed = failures(
+        (which, lambda x=value: refused(ERRORS, create, *arguments(x)))
+        for which, value in wrong.items()
+    )
+    assert not failed, "\n".join(failed)
 
 
 if __name__ == "__main__":

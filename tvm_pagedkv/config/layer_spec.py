@@ -47,7 +47,8 @@ class LayerSpec:
     alibi : bool or sequence of float, optional
         ALiBi, as for `KVCacheConfig`; False for none. Not possible with "mla".
     kv_dtype : str or (str, str), optional
-        Type of the layer's pages, as for `KVCacheConfig`. For layers that keep K and V only.
+        Type of the layer's pages, as for `KVCacheConfig`. For layers that keep K and V, or index
+        keys, whose codec may be "int8" or "float8_e4m3fn".
     lists : bool
         Whether rows can attend to lists of positions, `KVCache.attention` with `positions`. For
         "mha" and "mla".

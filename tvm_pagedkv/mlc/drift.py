@@ -59,6 +59,8 @@ def add_missing_tvm_names(patches: Patches) -> None:
             lambda dtype, *_: tvm.ir.GenericConst(tvm.DataType(str(dtype)), relax.AnyType()),
         ),
     )
+    if hasattr(tvm.ir, "GenericConst"):
+        patches.set_missing(tvm.ir.GenericConst, "data", property(lambda constant: constant.value))
     patches.set_missing(relax.Var, "name_hint", property(lambda variable: variable.name))
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from .dispatch import dispatch_to_our_cache
 from .drift import bridge
+from .gated_delta import run_recurrent_layers_on_cpus
 from .model_config import keep_layer_windows, remember_compiled_model
 from .patches import Patches
 from .processes import WorkerPools, compile_with_our_cache
+from .rnn_state import copy_rnn_states
 
 
 class _Installation:
@@ -20,6 +22,8 @@ class _Installation:
             dispatch_to_our_cache(self._patches, flashinfer)
             remember_compiled_model(self._patches)
             keep_layer_windows(self._patches)
+            copy_rnn_states(self._patches)
+            run_recurrent_layers_on_cpus(self._patches)
             compile_with_our_cache(self._patches, flashinfer)
             self._pools = WorkerPools()
         except BaseException:

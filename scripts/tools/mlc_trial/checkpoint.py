@@ -26,10 +26,12 @@ class Reference:
         _draw_weights(self.model)
         self.model.save_pretrained(folder)
         self.weights = folder / "model.safetensors"
-        if family.prefix:
+        before, after = family.rename
+        if before:
             tensors = load_file(self.weights)
-            names = {name: name.removeprefix(family.prefix) for name in tensors}
-            save_file({names[name]: tensor for name, tensor in tensors.items()}, self.weights)
+            for name in [name for name in tensors if name.startswith(before)]:
+                tensors[after + name.removeprefix(before)] = tensors.pop(name)
+            save_file(tensors, self.weights)
         # With all defaults, as published checkpoints have them.
         self.config = json.loads(config.to_json_string(use_diff=False)) | family.mlc_fields
 

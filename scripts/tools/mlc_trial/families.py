@@ -53,8 +53,8 @@ class Family:
         The name in mlc-llm, where it has another one.
     mlc_fields : dict
         What mlc-llm's configuration needs besides.
-    prefix : str
-        Of weights' names in transformers, which published checkpoints leave out.
+    rename : (str, str)
+        What weights' names begin with in transformers, and in published checkpoints.
     window : int, optional
         The sliding window that mlc-llm gives each sequence.
     has_trees : bool
@@ -63,17 +63,20 @@ class Family:
         False where mlc-llm's ``batch_decode`` is right only for sequences of equal length.
     decodes_equal_batches : bool
         False where it takes one sequence.
+    is_hybrid : bool
+        True where an RNN state goes beside the cache. Prefill takes one sequence then.
     """
 
     kind: str
     fields: dict[str, Any]
     mlc: str | None = None
     mlc_fields: dict[str, Any] = field(default_factory=dict)
-    prefix: str = ""
+    rename: tuple[str, str] = ("", "")
     window: int | None = None
     has_trees: bool = True
     decodes_batches: bool = True
     decodes_equal_batches: bool = True
+    is_hybrid: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -122,6 +125,27 @@ FAMILIES = {
     ),
     "qwen2": Family("qwen2", _GROUPED),
     "qwen3": Family("qwen3", _GROUPED | {"head_dim": 32}),
+    "qwen3_5": Family(
+        "qwen3_5_text",
+        _GROUPED
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 48,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        mlc="qwen3_5",
+        rename=("model.", "model.language_model."),
+        has_trees=False,
+        is_hybrid=True,
+    ),
     "gemma": Family("gemma", _GROUPED | {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma2": Family("gemma2", _GEMMA2 | {"sliding_window": 4096}),
     "gemma2-window": Family("gemma2", _GEMMA2 | {"sliding_window": 24}),
@@ -162,7 +186,7 @@ FAMILIES = {
     "gpt2": Family(
         "gpt2",
         _GPT | {"tie_word_embeddings": True},
-        prefix="transformer.",
+        rename=("transformer.", ""),
         decodes_batches=False,
         decodes_equal_batches=False,
     ),

@@ -37,7 +37,9 @@ class Check:
             self._extend("chunks", {2: length})
         for _ in range(3):
             self._decode("decode", [2, 0, 1])
-        if self._family.window is None:
+        if self._family.is_hybrid:
+            self._fork_and_pop_steps()
+        elif self._family.window is None:
             self._fork_and_pop()
         session.add(5)
         self._extend("long", {5: 300, 0: 3})
@@ -64,6 +66,17 @@ class Check:
         session.add(0)
         self._extend("fork", {0: 18})
 
+    def _fork_and_pop_steps(self) -> None:
+        """Forks and pops at ends of steps, where an RNN state keeps snapshots."""
+        session = self._session
+        session.fork(0, 3, len(session.tokens[0]) - 2)
+        session.fork(1, 4, -1)
+        self._decode("fork", [0, 3, 4, 1])
+        session.pop(2, 2)
+        session.pop(1, 3)
+        self._decode("pop", [2, 1])
+        self._extend("pop", {2: 30})
+
     def _tree(self) -> None:
         session = self._session
         trees = {seq: (self._draw(len(_PARENTS)), _PARENTS) for seq in (0, 2)}
@@ -83,8 +96,12 @@ class Check:
 
     def _extend(self, name: str, lengths: dict[int, int]) -> None:
         chunks = {seq: self._draw(length) for seq, length in lengths.items()}
-        for seq, length, row in self._session.extend(chunks):
-            self._compare(name, row, self._session.tokens[seq], length)
+        steps = [chunks]
+        if self._family.is_hybrid:
+            steps = [{seq: chunk} for seq, chunk in chunks.items()]
+        for step in steps:
+            for seq, length, row in self._session.extend(step):
+                self._compare(name, row, self._session.tokens[seq], length)
 
     def _decode(self, name: str, sequences: list[int]) -> None:
         batches = [sequences] if self._family.decodes_batches else [[seq] for seq in sequences]

@@ -14,6 +14,7 @@ from tvm import relax
 from tvm_ffi import Shape
 
 MAX_BATCH, MAX_TOKENS, MAX_CHUNK, PAGE_SIZE = 8, 4096, 512, 16
+MAX_HISTORY = 4  # snapshots of an RNN state
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -31,33 +32,41 @@ class Session:
     weights : list of tvm.runtime.Tensor
     window : int, optional
         The sliding window of each sequence.
+    is_hybrid : bool
+        Whether an RNN state goes beside the cache.
     """
 
-    def __init__(self, library: Path, weights: list, window: int | None = None):
+    def __init__(
+        self, library: Path, weights: list, window: int | None = None, is_hybrid: bool = False
+    ):
         self._functions = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
         self._weights, self._window = weights, window
         capacities = (MAX_BATCH, MAX_TOKENS, MAX_CHUNK, PAGE_SIZE, int(window is not None))
         create = self._functions["create_tir_paged_kv_cache"]
         self.cache = create(*(Shape([each]) for each in capacities))
+        self._states = [self.cache]  # the engine calls each of them
+        if is_hybrid:
+            create = self._functions["create_rnn_state"]
+            self._states.append(create(Shape([MAX_BATCH]), Shape([MAX_HISTORY])))
         self.tokens: dict[int, list[int]] = {}
 
     def add(self, seq: int) -> None:
-        call("kv_state_add_sequence", self.cache, seq)
+        self._call("add_sequence", seq)
         if self._window is not None:
             name = "attention_kv_cache_enable_sliding_window_for_seq"
             call(name, self.cache, seq, self._window, 0)
         self.tokens[seq] = []
 
     def fork(self, parent: int, child: int, position: int) -> None:
-        call("kv_state_fork_sequence", self.cache, parent, child, position)
+        self._call("fork_sequence", parent, child, position)
         self.tokens[child] = self.tokens[parent][: None if position < 0 else position]
 
     def pop(self, seq: int, count: int) -> None:
-        call("kv_state_popn", self.cache, seq, count)
+        self._call("popn", seq, count)
         del self.tokens[seq][len(self.tokens[seq]) - count :]
 
     def remove(self, seq: int) -> None:
-        call("kv_state_remove_sequence", self.cache, seq)
+        self._call("remove_sequence", seq)
         del self.tokens[seq]
 
     def extend(self, chunks: dict[int, list[int]]) -> list[tuple[int, int, np.ndarray]]:
@@ -111,9 +120,13 @@ class Session:
         for seq, (_, path) in accepted.items():
             self.tokens[seq] += path
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        for state in self._states:
+            call(f"kv_state_{name}", state, *arguments)
+
     def _begin(self, chunks: dict[int, list[int]], *tree: Shape) -> None:
         lengths = Shape([len(chunk) for chunk in chunks.values()])
-        call("kv_state_begin_forward", self.cache, Shape([*chunks]), lengths, *tree)
+        self._call("begin_forward", Shape([*chunks]), lengths, *tree)
 
     def _embed(self, rows: Sequence[int], shape: tuple[int, int]) -> tvm.runtime.Tensor:
         tokens = tvm.runtime.tensor(np.array(rows, dtype="int32"))
@@ -122,6 +135,6 @@ class Session:
         return call("reshape", embedded, Shape([*shape, embedded.shape[-1]]))
 
     def _run(self, name: str, *arguments: Any) -> np.ndarray:
-        logits = self._functions[name](*arguments, self.cache, self._weights)[0]
-        call("kv_state_end_forward", self.cache)
+        logits = self._functions[name](*arguments, *self._states, self._weights)[0]
+        self._call("end_forward")
         return logits.numpy().reshape(-1, logits.shape[-1])

@@ -73,7 +73,7 @@ def _session(family: Family, folder: Path, kind: str) -> Any:
     try:
         if kind == "stock":
             tvm_pagedkv.use_stock_runtime()
-        return Session(folder / f"{kind}.so", weights, family.window)
+        return Session(folder / f"{kind}.so", weights, family.window, family.is_hybrid)
     finally:
         tvm_pagedkv.use_pagedkv_runtime()
 

@@ -20,6 +20,7 @@ from ..support.quantized_cache_cases import (
     SLIDING_LAYER,
     make_quantized,
 )
+from ..support.selections import latin_square
 from .test_prefix_cache import Texts
 
 MB = 1 << 20
@@ -222,6 +223,7 @@ def test_rows_of_all_kinds_of_layers_come_back_bit_for_bit(kv_dtype, write):
         np.testing.assert_array_equal(actual, rows)
 
 
+@latin_square(2, "windows", "with_store", "write")
 @pytest.mark.parametrize("windows", [(0, 0), (0, 6), (6, 13)], ids=str)
 @pytest.mark.parametrize("with_store", [False, True], ids=["host", "store"])
 @pytest.mark.parametrize("write", ["back", "through", "selective"])

@@ -45,10 +45,10 @@ K, V = 0, 1
 LENGTHS = [(3, 20), (40, 300), (0, 9), (7, 30)]
 PREFILLS = [
     ("4:2x32-f16-p16", PagedBatch, None, 2),
-    ("4:2x32-f16-p16", PagedBatch, 40, 60),
-    ("5:1x64-bf16-p4", PagedBatch, None, 60),
+    pytest.param("4:2x32-f16-p16", PagedBatch, 40, 60, marks=pytest.mark.slow),
+    pytest.param("5:1x64-bf16-p4", PagedBatch, None, 60, marks=pytest.mark.slow),
     ("5:1x64-bf16-p4", RaggedBatch, 40, 2),
-    ("4:2x32-f32-p16", PagedBatch, 40, 2),
+    pytest.param("4:2x32-f32-p16", PagedBatch, 40, 2, marks=pytest.mark.slow),
     ("4:2x32-f32-p16", RaggedBatch, None, 60),
 ]
 SEQUENCE = 1  # where NaN lies: one with several tiles of rows and of positions
@@ -265,7 +265,7 @@ def test_mla_trees(spec, monkeypatch):
     )
 
 
-@latin_square(4, "spec", "count")
+@latin_square(6, "spec", "count")
 @pytest.mark.parametrize("spec", [*SPECS.values(), *MLA.values()], ids=[*SPECS, *MLA])
 @parametrize_splits
 @on_gpu_too

@@ -44,7 +44,7 @@ SPECS = {
 spec = tvm.testing.parameter(by_dict=SPECS)
 
 
-@latin_square(2, "spec")
+@latin_square(3, "spec")
 @on_gpu_too
 def test_copies(spec):
     for num_rows in (0, 37):

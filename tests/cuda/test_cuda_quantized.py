@@ -56,9 +56,11 @@ PREFILLS = [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (4, 6), (65, 65), (0, 0)]
 
 # Other heads with codecs and types that the rest has.
 REPEATED = (
+    "8:2x128-bf16-int4-p8",
     "4:2x32-f16-int4-p1",
     "3:1x24-bf16-int8-p2",
     "2:2x40-f32-fp8-p256",
+    "3:1x264-f16-fp8-p32",
     "1:1x512-f16-int8-p16",
 )
 

@@ -16,6 +16,8 @@ from tvm_pagedkv.models.parallel import resolve_stages
 from tvm_pagedkv.models.parallel_worker import ModelWorker
 from tvm_pagedkv_cli.command import main
 
+from ..support.selections import with_slow
+
 PAGE_SIZE, CAPACITIES = 16, (6, 320, 64)
 # Shards add up in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
@@ -31,7 +33,7 @@ def whole() -> DecoderModel:
     return DecoderModel.from_pretrained()
 
 
-@pytest.fixture(scope="module", params=list(SPLITS))
+@pytest.fixture(scope="module", params=with_slow(SPLITS, "stages"))
 def split(request):
     """The name of a split and its model."""
     model = ParallelModel.from_pretrained(**SPLITS[request.param])
@@ -264,9 +266,9 @@ print("done")
     "workers, when",
     [
         ("threads", "collected after"),
-        ("threads", "never closed"),
-        ("processes", "never collected"),
         ("processes", "never closed"),
+        pytest.param("threads", "never closed", marks=pytest.mark.slow),
+        pytest.param("processes", "never collected", marks=pytest.mark.slow),
         pytest.param("threads", "never collected", marks=pytest.mark.slow),
         pytest.param("processes", "collected after", marks=pytest.mark.slow),
     ],

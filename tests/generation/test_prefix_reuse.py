@@ -25,7 +25,7 @@ from tvm_pagedkv_cli.command import main  # noqa: E402
 from tvm_pagedkv_cli.statistics import print_statistics  # noqa: E402
 
 from ..support.dict_store import DictStore  # noqa: E402
-from ..support.selections import with_slow  # noqa: E402
+from ..support.selections import latin_square, with_slow
 
 BASE = "The value of the expression is an object that is bound to the name in the local scope. "
 PROMPTS = [
@@ -75,6 +75,7 @@ def check(model, prompts, params=GREEDY, **options) -> Statistics:
     return statistics
 
 
+@latin_square(2, "options", "n")
 @pytest.mark.parametrize(
     "options",
     [

@@ -18,6 +18,7 @@ from tvm_pagedkv.compiler import compile_kernel, load_kernels, resolve_target, v
 from ..support.cpp_build import ROOT
 from ..support.foreign_code import runs_here
 from ..support.kernel_specs import make_spec
+from ..support.selections import few_of
 
 # What Linux says of CPUs, as far as kernels could use it.
 FEATURES = {
@@ -76,7 +77,7 @@ def test_code_for_avx512_is_skipped_without_it():
     assert counts.pop("skipped") >= 8 and not counts
 
 
-@pytest.mark.parametrize("machine", ["x86-64", "x86-64-v3"])
+@pytest.mark.parametrize("machine", few_of(["x86-64", "x86-64-v3"], 1))
 @pytest.mark.parametrize("folder", ["tests/kernels", pytest.param("tests", marks=pytest.mark.slow)])
 def test_files_are_collected_on_other_machines(folder, machine):
     """A spec that such a machine refuses, made while a file is read, would end the whole run."""

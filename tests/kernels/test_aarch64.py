@@ -14,6 +14,8 @@ from tvm_pagedkv import KVCacheConfig
 from tvm_pagedkv.compiler.build import kernel_spec, vector_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
+from ..support.selections import latin_square
+
 TARGET = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"})
 # What a kernel may call: its own task body, the runtime's errors, and log2 once for each row.
 CALLS = {
@@ -42,6 +44,7 @@ def test_traits():
     assert traits.has_sdot and not vector_target(_target("cortex-a57")).has_sdot
 
 
+@latin_square(3, "dtype", "name")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["decode", "prefill", "rope_append"])
 def test_kernels_use_vectors(name, dtype):

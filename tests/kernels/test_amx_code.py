@@ -36,7 +36,7 @@ def _instructions(assembly: str) -> list[tuple[str, str]]:
     [
         ("prefill", "bfloat16", {}),
         ("prefill", "int8", {}),
-        ("prefill_shared", "bfloat16", {}),
+        pytest.param("prefill_shared", "bfloat16", {}, marks=pytest.mark.slow),
         ("mla_prefill", "bfloat16", MLA),
     ],
 )

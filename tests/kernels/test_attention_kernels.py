@@ -30,7 +30,7 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.selections import latin_square, with_slow
+from ..support.selections import few_of, latin_square, with_slow
 
 specs = with_slow(SPECS.values(), *REPEATED)
 parametrize_specs = pytest.mark.parametrize("spec", specs, ids=SPECS)
@@ -54,7 +54,7 @@ def test_decode(spec, batch, seed):
     ],
     ids=["18:6x40-f32", "70:70x128-f16", "22:2x64-bf16-alibi"],
 )
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", few_of([None, 100], 1))
 @parametrize_seed
 def test_decode_of_many_pages(spec, window, seed):
     """So many that a task has several KV heads of a sequence, which take turns."""
@@ -152,7 +152,7 @@ def test_inline_longrope_chooses_factors_by_sequence(seed):
     case.verify(inline=True)
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "prefill_ragged"])
+@pytest.mark.parametrize("name", few_of(["decode", "prefill", "prefill_ragged"], 1))
 def test_another_rotation_than_the_baked_one_is_refused(name):
     spec = make_spec((2, 1), 32)
     case = (RaggedBatch if name == "prefill_ragged" else PagedBatch)(spec, [(1, 4)], 0)

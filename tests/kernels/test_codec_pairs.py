@@ -17,6 +17,7 @@ from ..support.quantized_cases import (
     check_rope_append,
     check_transpose_append,
 )
+from ..support.selections import every_nth
 from ..support.tree_cases import PagedTrees
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees
@@ -57,7 +58,7 @@ def test_prefill(spec):
     case.verify()
 
 
-@parametrize_specs
+@pytest.mark.parametrize("spec", every_nth(SPECS.values(), 2), ids=SPECS)
 def test_windows_trees_and_shared_prefixes(spec):
     case = WindowBatch(spec, next(iter(DECODES.values())), 0)
     case.run("decode_windowed", case.length_rows(3), False, None)

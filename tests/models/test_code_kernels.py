@@ -46,8 +46,7 @@ CASES = [
     for marks in [[] if cpu == "native" else [needs_cpu(TARGETS[cpu])]]
     for is_short in [
         (dtype, cpu) == ("float16", "native")
-        or name != "int4"
-        and cpu == "avx2"
+        or (name, cpu) == ("int8", "avx2")
         or (name, cpu) == ("int4_minima", "numbers")
     ]
 ]

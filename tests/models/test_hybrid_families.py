@@ -296,7 +296,16 @@ def test_kimi_linear_quantized(options, tmp_path):
     assert 0 < np.median(np.abs(found - expected)) < 0.1 * expected.std()
 
 
-@pytest.mark.parametrize("name", with_slow(VARIANTS, "kimi_linear, compressed Q"))
+@pytest.mark.parametrize(
+    "name",
+    with_slow(
+        VARIANTS,
+        "kimi_linear, compressed Q",
+        "qwen3_next, normalized",
+        "falcon_h1, gate last",
+        "lfm2, no bias",
+    ),
+)
 def test_variants(name, tmp_path):
     family, changes = VARIANTS[name]
     check_chunks(Pair(tmp_path, family, FAMILIES[family] | changes), 0)

@@ -42,7 +42,7 @@ CASES = [
         shape == "parts"
         and (cpu in ("native", "avx2") or dtype == "bfloat16")
         or cpu == "native"
-        and (shape == "odd" or dtype == "bfloat16")
+        and shape == "odd"
     ]
 ]
 

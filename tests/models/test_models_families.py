@@ -20,6 +20,7 @@ from ..support.model_cases import (  # noqa: E402
     random_tokens,
     write_checkpoint,
 )
+from ..support.selections import latin_square  # noqa: E402
 
 # Alike wherever it does not matter, so that most kernels are compiled once.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -299,6 +300,7 @@ def test_workers_share_a_model(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2", SLOW_COHERE2])
+@latin_square(2, "family", "stages")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_prompts_reuse_pages_of_layers_with_windows(family, stages, tmp_path):
     """The windows of some prompts are gone when others begin; stages differ in what they have."""

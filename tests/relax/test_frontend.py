@@ -18,7 +18,7 @@ import tvm_pagedkv as pkv
 from .. import reference
 from ..support.fast_compilation import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
-from ..support.selections import with_slow
+from ..support.selections import latin_square, with_slow
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 6, 2, 32, 2
 SM_SCALE = HEAD_DIM**-0.5
@@ -243,6 +243,7 @@ def test_model_with_a_logit_softcap():
     check_fused(vm, _create(vm), reference.Rope(rotary_dim=HEAD_DIM), "normal", softcap=0.5)
 
 
+@latin_square(2, "runtime_of", "front_end")
 @pytest.mark.parametrize("runtime_of", ["stock", "pagedkv"])
 @pytest.mark.parametrize("front_end", ["stock", "pagedkv for the stock runtime"])
 def test_front_ends_and_runtimes_mix(front_end, runtime_of):

@@ -48,7 +48,9 @@ SPECS = {
 REPEATED = [
     SPECS[name]
     for name in (
+        "32:8x128-f16-p1",
         "6:2x104-f32-f16-p64",
+        "2:2x8-f32-p8",
         "16:2x96-f16-bf16-p32",
         "3:1x24-bf16-p128",
         "2:1x256-bf16-p8",

@@ -7,8 +7,8 @@
 
 Decode updates every state of a pool once. Its limit is a kernel that scales the pool in place; the
 two alternate. Prefill processes the tokens of one sequence. For each token and element of a state,
-the recurrence takes one multiplication and three multiply-adds (two without a delta rule). The
-limit is the CPU's peak of float32 multiply-adds.
+the recurrence takes one multiplication and three multiply-adds (two without a delta rule; one less
+where a token is replayed). The limit is the CPU's peak of float32 multiply-adds.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from tvm_pagedkv.measure.limits import Limits
 
 BATCHES = (1, 8, 64)
 ROUNDS = 7
+REPLAYED = 170  # tokens between a checkpoint and a fork, say
+ROWS_ARGUMENT = 6  # of the kernel
 
 
 @prim_func
@@ -116,18 +118,22 @@ class Bench:
             f"{rate / 1e9:6.1f} GB/s, {rate / peak:4.0%} of reading and writing ({peak / 1e9:.1f})"
         )
 
-    def prefill(self, num_rows: int, peak: float) -> None:
+    def prefill(self, num_rows: int, peak: float, *, is_replay: bool = False) -> None:
         """Print the rate of a sequence of many tokens."""
         spec, call = self.spec, self.arguments(num_rows, [0])
+        if is_replay:
+            call[ROWS_ARGUMENT] = tvm.runtime.tensor(np.full(num_rows, -1, np.int32))
         times = []
         for _ in range(ROUNDS):
             start = time.perf_counter()
             self.scan(*call)
             times.append(time.perf_counter() - start)
         elements = num_rows * spec.num_heads * spec.key_dim * spec.value_dim
-        rate = elements * (7 if spec.is_delta else 5) / min(times)
+        operations = 1 + 2 * (1 + spec.is_delta + (not is_replay))
+        rate = elements * operations / min(times)
         print(
-            f"prefill {num_rows:5} tokens    {min(times) * 1e3:8.2f} ms  "
+            f"{'replay' if is_replay else 'prefill'} {num_rows:5} tokens    "
+            f"{min(times) * 1e3:8.2f} ms  "
             f"{rate / 1e9:6.1f} GFLOP/s, {rate / peak:4.0%} of multiply-adds ({peak / 1e9:.0f})"
         )
 
@@ -150,7 +156,9 @@ def main() -> None:
     bench, limits = Bench(spec, num_threads), Limits()
     for batch in BATCHES:
         bench.decode(batch)
-    bench.prefill(2048, limits.peak(F32))
+    peak = limits.peak(F32)
+    bench.prefill(2048, peak)
+    bench.prefill(REPLAYED, peak, is_replay=True)
 
 
 if __name__ == "__main__":

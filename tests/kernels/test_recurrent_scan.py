@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import numpy as np
 import pytest
 import tvm
@@ -49,7 +52,7 @@ def test_a_state_has_the_same_bits_however_its_tokens_came(rule, seed):
     spec = make_spec(rule, "4-of-2-heads-128", BF16)
     rng = np.random.default_rng(seed)
     tokens, pool = Tokens.random(spec, 40, rng), states_of(spec, 6, rng)
-    whole, cut, single, replayed = (tensor(pool) for _ in range(4))
+    whole, cut, replayed = (tensor(pool) for _ in range(3))
     o = tokens.run(whole, [(40, 0, 1)], [1], seed=seed)
     segments = [(7, 0, 2), (16, 2, 3), (16, 3, 4), (1, 4, 1)]
     of_cut = tokens.run(cut, segments, [4], seed=seed + 1)
@@ -58,22 +61,49 @@ def test_a_state_has_the_same_bits_however_its_tokens_came(rule, seed):
     _, expected = tokens.expected(pool[0])
     for page, position in ((2, 7), (3, 23), (4, 39)):
         assert_states_close(cut.numpy()[page], expected[position])
-    for t in range(40):
-        of_token = tokens[t : t + 1].run(single, [(1, 0 if t == 0 else 5, 5)], [1], seed=t)
-        reference.assert_same_bits(of_token, o[t : t + 1])
-    reference.assert_same_bits(single.numpy()[5], whole.numpy()[1])
+    # Few tokens update states where they lie, if there are heads for all threads.
+    num_threads = int(tvm.get_global_func("runtime.NumThreads")())
+    copies = range(-(-num_threads // spec.num_heads))
+    for count in (1, 5):
+        steps = tensor(np.repeat(pool[:1], len(copies), axis=0))
+        for t in range(0, 40, count):
+            some = functools.reduce(operator.add, [tokens[t : t + count]] * len(copies))
+            segments_of_step = [(count, i, i) for i in copies]
+            of_step = some.run(steps, segments_of_step, [1] * len(copies), seed=t)
+            for i in copies:
+                reference.assert_same_bits(of_step[i * count :][:count], o[t : t + count])
+        for i in copies:
+            reference.assert_same_bits(steps.numpy()[i], whole.numpy()[1])
     rows = [-1] * 39 + [0]
     of_last = tokens.run(replayed, segments, [4], rows=rows, seed=seed)
     reference.assert_same_bits(of_last[39:], o[39:])
     reference.assert_same_bits(replayed.numpy()[1:5], cut.numpy()[1:5])
-    # With many sequences tasks take wider blocks of columns.
-    num_others = 4 * int(tvm.get_global_func("runtime.NumThreads")())
+    # With many sequences a task takes all columns of a head.
+    num_others = 4 * num_threads
     pool, others = np.repeat(pool[:1], num_others + 2, axis=0), Tokens.random(spec, num_others, rng)
     beside = tensor(pool)
     segments = [(40, 0, 1), *((1, -1, 2 + i) for i in range(num_others))]
     of_first = (tokens + others).run(beside, segments, [1] * len(segments), seed=seed)[:40]
     reference.assert_same_bits(of_first, o)
     reference.assert_same_bits(beside.numpy()[1], whole.numpy()[1])
+
+
+@parametrize_seed
+def test_every_state_of_a_batch_is_updated(seed):
+    """Tasks divide the heads of long, short and empty sequences by their tokens."""
+    spec, rng = make_spec("gated_delta", "3-heads-24x8"), np.random.default_rng(seed)
+    for num_sequences in (1, 2, 5, 40):
+        counts = rng.choice([0, 1, 1, 2, 9, 10, 60], num_sequences)
+        counts[rng.integers(num_sequences)] = 60
+        tokens, pool = Tokens.random(spec, counts.sum(), rng), states_of(spec, num_sequences, rng)
+        states, begin = tensor(pool), 0
+        segments = [(n, i, i) for i, n in enumerate(counts)]
+        actual = tokens.run(states, segments, [1] * num_sequences, seed=seed)
+        for i, n in enumerate(counts):
+            o, expected = tokens[begin : begin + n].expected(pool[i])
+            assert_outputs_close(actual[begin : begin + n], o, F32)
+            assert_states_close(states.numpy()[i], expected[-1] if n else pool[i])
+            begin += n
 
 
 @parametrize_seed

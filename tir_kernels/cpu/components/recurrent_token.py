@@ -19,12 +19,15 @@ from ..simd import (
     load,
     prefetch,
     store,
+    temp,
 )
 
 
 @T.meta_class
 class RecurrentToken:
-    """Query, key and decay of a token, as one head takes them.
+    """Query, key and decay of two consecutive tokens, as one head takes them.
+
+    While a token updates a state, the next one recalls: they take turns, 0 and 1.
 
     Parameters
     ----------
@@ -37,37 +40,53 @@ class RecurrentToken:
 
     def __init__(self, spec: RecurrentSpec, q, kept: Ingredients, scale):
         self.spec, self.source_q, self.kept, self.scale = spec, q, kept, scale
-        self.q, self.k = (T.alloc_buffer((spec.key_dim,), F32) for _ in range(2))
-        if spec.decays_by_channel:
-            self.decays = T.alloc_buffer((spec.key_dim,), F32)
-        else:
-            self.head_decay = T.local_scalar(F32)
+        self.q, self.k = (T.alloc_buffer((2, spec.key_dim), F32) for _ in range(2))
+        shape = (2, spec.key_dim if spec.decays_by_channel else 1)
+        self.decays = T.alloc_buffer(shape, F32)
+        # Keys times decays. A decay of the head is a factor on the sum.
+        self.recalling = T.alloc_buffer(shape, F32) if self._scales_keys else self.k
+
+    @property
+    def _scales_keys(self) -> bool:
+        return self.spec.is_delta and self.spec.decays_by_channel
 
     @inline
-    def load(self, page, offset, row, head):
+    def load(self, turn, page, offset, row, head):
         """Take a token's ingredients from its slot, and its query from a row unless that is -1."""
-        self._load_ingredients(page, offset, head, head // self.spec.heads_per_key)
-        if not self.spec.decays_by_channel:
-            self.head_decay = exp(self.kept.log_decay[page, offset, head], 1, simd)
+        key_head = head // self.spec.heads_per_key
+        self._load_ingredients(turn, page, offset, head, key_head)
         if row >= 0:
-            self._load_query(row, head // self.spec.heads_per_key)
+            self._load_query(turn, row, key_head)
 
-    def _load_ingredients(self, page, offset, head, key_head) -> None:
+    def _load_ingredients(self, turn, page, offset, head, key_head) -> None:
         for start, lanes in chunks(self.spec.key_dim, self.spec.target.lanes):
-            k = load(self.kept.k, (page, offset, key_head, start), lanes)
-            store(self.k, (start,), lanes, k)
+            k = temp(load(self.kept.k, (page, offset, key_head, start), lanes), lanes)
+            store(self.k, (turn, start), lanes, k)
             if self.spec.decays_by_channel:
-                g = load(self.kept.log_decay, (page, offset, head, start), lanes)
-                store(self.decays, (start,), lanes, exp(g, lanes, simd))
+                decay = exp(
+                    load(self.kept.log_decay, (page, offset, head, start), lanes), lanes, simd
+                )
+                store(self.decays, (turn, start), lanes, decay)
+                if self._scales_keys:
+                    store(self.recalling, (turn, start), lanes, k * decay)
+        if not self.spec.decays_by_channel:
+            decay = exp(self.kept.log_decay[page, offset, head], 1, simd)
+            store(self.decays, (turn, 0), 1, decay)
 
-    def _load_query(self, row, key_head) -> None:
+    def _load_query(self, turn, row, key_head) -> None:
         for start, lanes in chunks(self.spec.key_dim, self.spec.target.lanes):
             q = load(self.source_q, (row, key_head, start), lanes)
-            store(self.q, (start,), lanes, q * broadcast(self.scale, lanes))
+            store(self.q, (turn, start), lanes, q * broadcast(self.scale, lanes))
 
-    def decay(self, channel):
+    def decay(self, turn, channel):
         """Return the factor on a row of the state."""
-        return self.decays[channel] if self.spec.decays_by_channel else self.head_decay
+        return self.decays[turn, channel if self.spec.decays_by_channel else 0]
+
+    def decayed(self, turn, recalled, lanes: int):
+        """Return what a token recalls, from the sums of rows times `recalling`."""
+        if self.spec.decays_by_channel:
+            return recalled
+        return recalled * broadcast(self.decays[turn, 0], lanes)
 
     def prefetch(self, slot, row, head, columns: tuple) -> None:
         """Ask for what a head takes of a token, with the columns ``(first, count)`` of v.

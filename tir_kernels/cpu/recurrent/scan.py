@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recurrence of linear attention, token by token: decode, prefill and replay.
 
-A state is a matrix per head, and its columns do not depend on each other: a task takes some columns
-of a head through all tokens of a sequence. They fit the caches of a core, so a step of one token
-reads and writes the state once, and longer ones take what their multiplications take. Forms that
-treat many tokens at once multiply more, and their results depend on where tokens are cut into
-chunks; here a state is the same bits however its tokens came.
+A state is a matrix per head, and its columns do not depend on each other. Where sequences have few
+tokens, the states come from memory: a task updates heads where they lie, one after another, and
+asks for the next one meanwhile. Where they have many, a task copies some columns of a head to the
+L1 cache, and takes them through all tokens of the sequence. (Where they lie, rows are so far apart
+that they share few sets of that cache.)
+
+Forms that treat many tokens at once multiply more, and their results depend on where tokens are cut
+into chunks; here a state has the same bits however its tokens came.
 """
 
 import math
-from typing import NamedTuple
 
 from tvm.script import tirx as T
 
@@ -21,88 +23,11 @@ from ...script import inline, prim_func
 from ...signatures.arrays import match_float32, match_int32, row_matcher, sizes
 from ..components.recurrent_token import RecurrentToken
 from ..components.rows import SERIAL_BELOW_BYTES
-from ..components.work import TASKS, Queue, num_threads
+from ..components.state_columns import Place, StateColumns, blocks_of
+from ..components.state_items import FEW_TOKENS, StateItems, StateWork
+from ..components.work import TASKS, Queue
 from ..conversion import require_half_target
-from ..simd import F32, broadcast, constant, import_llvm, index_temp, load, multiply_add, store
-
-WIDE_BYTES = 64 * 1024  # of a state that a task works on: a quarter of a small L2 cache
-NARROW_BYTES = 16 * 1024  # where there are too few of these for the threads
-WIDE_ITEMS = 4  # of a thread, or blocks are narrow
-SUMS = 4  # independent vectors of sums, so that multiply-adds do not wait for each other
-
-
-class Block(NamedTuple):
-    """Columns of a state that a task works on.
-
-    Attributes
-    ----------
-    lanes, vectors : int
-        Columns of a vector, and vectors of the block.
-    rows : int
-        Rows of the state that are summed apart.
-    """
-
-    lanes: int
-    vectors: int
-    rows: int
-
-    @property
-    def width(self) -> int:
-        """Columns of the block."""
-        return self.vectors * self.lanes
-
-
-def blocks_of(spec: RecurrentSpec) -> tuple[Block, Block]:
-    """Choose a wide block and a narrow one, whose sums have the same order.
-
-    A wide block is contiguous memory where it has all columns, and loads k and q less often. Its
-    sums and what is written take most registers.
-    """
-    lanes = math.gcd(spec.value_dim, spec.target.lanes)
-
-    def vectors_of(num_bytes: int, most: int) -> int:
-        fitting = max(1, num_bytes // (4 * spec.key_dim * lanes))
-        return math.gcd(spec.value_dim // lanes, most, 1 << fitting.bit_length() - 1)
-
-    narrow = vectors_of(NARROW_BYTES, SUMS)
-    wide = max(narrow, vectors_of(WIDE_BYTES, spec.target.registers // 4))
-    rows = math.gcd(spec.key_dim, SUMS // narrow)
-    return Block(lanes, wide, rows), Block(lanes, narrow, rows)
-
-
-@T.meta_class
-class Columns:
-    """Sums over the rows of a state, for a block of its columns."""
-
-    def __init__(self, block: Block):
-        self.lanes, self.vectors, self.rows = block
-        self.width = block.width
-        self.sums = T.alloc_local((self.rows, self.width), F32)
-
-    def at(self, j):
-        """Return the lanes of vector j."""
-        return T.ramp(j * self.lanes, 1, self.lanes)
-
-    @inline
-    def clear(self):
-        """Start from zeros."""
-        for i in T.unroll(self.rows):
-            for j in T.unroll(self.vectors):
-                self.sums[i, self.at(j)] = constant(0.0, self.lanes)
-
-    @inline
-    def add(self, i, j, factor, vector):
-        """Add the product of a number and vector j of a row of the state."""
-        self.sums[i, self.at(j)] = multiply_add(
-            broadcast(factor, self.lanes), vector, self.sums[i, self.at(j)], self.lanes
-        )
-
-    def total(self, j):
-        """Return vector j of the sums over all rows."""
-        total = self.sums[0, self.at(j)]
-        for i in range(1, self.rows):
-            total = total + self.sums[i, self.at(j)]
-        return total
+from ..simd import F32, import_llvm
 
 
 def recurrent_scan(spec: RecurrentSpec):
@@ -132,6 +57,7 @@ def recurrent_scan(spec: RecurrentSpec):
     require_half_target(spec.target, [spec.dtype], f"dtype={spec.dtype}")
     match_rows, page_size = row_matcher(spec.rows), spec.page_size
     wide, narrow = blocks_of(spec)
+    state_bytes = 4 * math.prod(spec.state_shape)
 
     @prim_func
     def recurrent_scan(
@@ -161,108 +87,109 @@ def recurrent_scan(spec: RecurrentSpec):
         o = match_rows(var_o, num_rows, num_heads, value_dim)
         kept = T.meta_var(Ingredients.of(pages, spec))
 
-        num_heads_in_all = T.cast(num_starts - 1, "int64") * num_heads
+        num_sequences = T.if_then_else(num_tokens > 0, num_starts - 1, 0)
+        tiles = T.meta_var(value_dim // narrow.width)
+        work = StateWork(num_heads, tiles, segment_indptr, row_indptr, num_sequences, num_tokens)
+        work.begin(T.cast(num_tokens, "int64") * state_bytes < SERIAL_BELOW_BYTES)
         queue = Queue()
         queue.begin()
         import_llvm(Queue.llvm_helper)
 
         @inline
-        def update(token, written, output, source, sink, head, first_column, is_read):
-            """Write the state behind a token, and sum up what a query reads of it."""
-            lanes = T.meta_var(output.lanes)
-            for step in range(key_dim // output.rows):
-                for i in T.unroll(output.rows):
-                    d = T.meta_var(step * output.rows + i)
-                    key, decay = token.k[d], token.decay(d)
-                    for j in T.unroll(output.vectors):
-                        column = T.meta_var(first_column + j * lanes)
-                        old = T.meta_var(load(states, (source, head, d, column), lanes))
-                        decayed = T.meta_var(old * broadcast(decay, lanes))
-                        new = multiply_add(
-                            broadcast(key, lanes), written[output.at(j)], decayed, lanes
-                        )
-                        store(states, (sink, head, d, column), lanes, new)
-                        if is_read:
-                            output.add(i, j, token.q[d], new)
+        def load_token(token, n, head):
+            """Load token n."""
+            page, offset = slot_page(slots[n], page_size), slot_offset(slots[n], page_size)
+            token.load(T.bitwise_and(n, 1), page, offset, rows[n], head)
 
         @inline
-        def scan(block):
-            """Take all columns of all states through their tokens, a block at a time."""
-            blocks = T.meta_var(value_dim // block.width)
-            num_items = num_heads_in_all * blocks
-            for _ in T.parallel(tasks_for(num_items, num_tokens, spec), annotations=TASKS):
-                token = RecurrentToken(spec, q, kept, scale)
-                recalled, output = Columns(block), Columns(block)
-                written = T.alloc_local((block.width,), F32)
-                lanes, vectors = T.meta_var((block.lanes, block.vectors))
-                item = queue.take()
-                while item < num_items:
-                    sequence = T.cast(item // (num_heads * blocks), "int32")
-                    head = T.cast(item // blocks % num_heads, "int32")
-                    first_column = T.cast(item % blocks, "int32") * block.width
-                    for segment in range(segment_indptr[sequence], segment_indptr[sequence + 1]):
-                        source, sink = read_pages[segment], write_pages[segment]
-                        begin, end = row_indptr[segment], row_indptr[segment + 1]
-                        if source < 0:
-                            source = sink
-                            if begin < end:
-                                for d in range(key_dim):
-                                    for j in T.unroll(vectors):
-                                        at = T.meta_var((sink, head, d, first_column + j * lanes))
-                                        store(states, at, lanes, constant(0.0, lanes))
-                        for n in range(begin, end):
-                            slot, row = slots[n], rows[n]
-                            page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
-                            next_n = T.min(n + 1, end - 1)
-                            columns = T.meta_var((first_column, block.width))
-                            token.prefetch(slots[next_n], rows[next_n], head, columns)
-                            token.load(page, offset, row, head)
-                            if spec.is_delta:
-                                recalled.clear()
-                                for step in range(key_dim // recalled.rows):
-                                    for i in T.unroll(recalled.rows):
-                                        d = T.meta_var(step * recalled.rows + i)
-                                        factor = token.k[d] * token.decay(d)
-                                        for j in T.unroll(vectors):
-                                            column = T.meta_var(first_column + j * lanes)
-                                            old = load(states, (source, head, d, column), lanes)
-                                            recalled.add(i, j, factor, old)
-                            for j in T.unroll(vectors):
-                                at = T.meta_var((page, offset, head, first_column + j * lanes))
-                                value = T.meta_var(load(kept.v, at, lanes))
-                                if spec.is_delta:
-                                    beta = T.meta_var(kept.beta[page, offset, head])
-                                    rest = T.meta_var(value - recalled.total(j))
-                                    written[output.at(j)] = broadcast(beta, lanes) * rest
-                                else:
-                                    written[output.at(j)] = value
-                            at = T.meta_var((source, sink, head, first_column))
-                            if row >= 0:
-                                output.clear()
-                                update(token, written, output, *at, True)
-                                for j in T.unroll(vectors):
-                                    o_at = T.meta_var((row, head, first_column + j * lanes))
-                                    store(o, o_at, lanes, output.total(j))
-                            else:
-                                update(token, written, output, *at, False)
-                            source = sink
-                    item = queue.take()
-
-        if wide == narrow:
-            scan(narrow)
-        else:
-            wide_items = T.meta_var(num_heads_in_all * (value_dim // wide.width))
-            if wide_items >= WIDE_ITEMS * T.cast(num_threads(), "int64"):
-                scan(wide)
+        def step(columns, n, head, column, source, sink, recalls, ahead):
+            """Take columns through token n, which has recalled."""
+            turn, row, slot = T.bitwise_and(n, 1), rows[n], slots[n]
+            page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
+            columns.write(turn, kept, page, offset, head, column)
+            if row >= 0:
+                columns.update(turn, source, sink, True, recalls, ahead)
+                columns.answer(o, row, head, column)
             else:
-                scan(narrow)
+                columns.update(turn, source, sink, False, recalls, ahead)
+
+        @inline
+        def update_in_place(columns, sequence, head, column, ahead, next_token):
+            """Take columns through a few tokens, where they lie."""
+            token = T.meta_var(columns.token)
+            for segment in range(segment_indptr[sequence], segment_indptr[sequence + 1]):
+                begin, end = row_indptr[segment], row_indptr[segment + 1]
+                page, sink_page = read_pages[segment], write_pages[segment]
+                sink = T.meta_var(Place(states, (sink_page, head), column))
+                if T.And(page < 0, begin < end):
+                    columns.clear(sink)
+                    page = sink_page
+                source = T.meta_var(Place(states, (page, head), column))
+                for n in range(begin, end):
+                    is_last = T.meta_var(n + 1 == end)
+                    after = T.if_then_else(is_last, next_token, n + 1)
+                    of_head = T.if_then_else(is_last, ahead.index[1], head)
+                    token.prefetch(slots[after], rows[after], of_head, (column, wide.width))
+                    load_token(token, n, head)
+                    if spec.is_delta:
+                        columns.recall(T.bitwise_and(n, 1), source)
+                    is_asked = T.meta_var(T.cast(is_last, "int32"))
+                    step(columns, n, head, column, source, sink, False, (ahead, is_asked))
+                    page = sink_page
+
+        @inline
+        def update_tile(columns, tile, sequence, head, column):
+            """Take columns through many tokens, in a tile."""
+            token = T.meta_var(columns.token)
+            for segment in range(segment_indptr[sequence], segment_indptr[sequence + 1]):
+                begin, end = row_indptr[segment], row_indptr[segment + 1]
+                page, sink_page = read_pages[segment], write_pages[segment]
+                if begin < end:
+                    if page < 0:
+                        columns.clear(tile)
+                    else:
+                        columns.copy(Place(states, (page, head), column), tile)
+                    load_token(token, begin, head)
+                    if spec.is_delta:
+                        columns.recall(T.bitwise_and(begin, 1), tile)
+                    for n in range(begin, end):
+                        after = T.min(n + 2, end - 1)
+                        token.prefetch(slots[after], rows[after], head, (column, narrow.width))
+                        if n + 1 < end:
+                            load_token(token, n + 1, head)
+                        step(columns, n, head, column, tile, tile, spec.is_delta, None)
+                    columns.copy(tile, Place(states, (sink_page, head), column))
+
+        for _ in T.parallel(work.num_tasks, annotations=TASKS):
+            token = RecurrentToken(spec, q, kept, scale)
+            all_columns = StateColumns(spec, wide, token)
+            tile_columns = StateColumns(spec, narrow, token)
+            tile = T.meta_var(Place(T.alloc_buffer((key_dim, narrow.width), F32), (), 0))
+            items = StateItems(work)
+            split = T.cast(queue.take(), "int32")
+            while split < work.splits.count:
+                items.begin(split)
+                while items.has_next():
+                    sequence = items.sequence
+                    head = items.item // work.num_parts
+                    if T.And(items.num_tokens < FEW_TOKENS, work.num_parts == 1):
+                        is_last = T.meta_var(head + 1 == num_heads)
+                        next_head = T.if_then_else(is_last, 0, head + 1)
+                        next_sequence = T.if_then_else(is_last, sequence + 1, sequence)
+                        next_sequence = T.min(next_sequence, num_sequences - 1)
+                        next_segment = T.min(segment_indptr[next_sequence], num_segments - 1)
+                        next_page = T.max(read_pages[next_segment], 0)
+                        next_token = T.min(row_indptr[next_segment], num_tokens - 1)
+                        for block in range(value_dim // wide.width):
+                            column = block * wide.width
+                            ahead = T.meta_var(Place(states, (next_page, next_head), column))
+                            update_in_place(all_columns, sequence, head, column, ahead, next_token)
+                    else:
+                        first_tile = items.item % work.num_parts
+                        num_tiles = T.if_then_else(work.num_parts == 1, tiles, 1)
+                        for i in range(first_tile, first_tile + num_tiles):
+                            update_tile(tile_columns, tile, sequence, head, i * narrow.width)
+                    items.advance()
+                split = T.cast(queue.take(), "int32")
 
     return recurrent_scan
-
-
-def tasks_for(num_items, num_tokens, spec: RecurrentSpec):
-    """Return how many tasks share the columns: one where there is little to do."""
-    state_bytes = 4 * spec.num_heads * spec.key_dim * spec.value_dim
-    is_small = T.cast(num_tokens, "int64") * state_bytes < SERIAL_BELOW_BYTES
-    most = T.cast(T.min(num_items, T.cast(num_threads(), "int64")), "int32")
-    return index_temp(T.if_then_else(is_small, T.int32(1), most))

@@ -63,6 +63,7 @@ WORLDS = {
     "int5_pair": {"layers": (0, 9), "has_windows": True, "codec": "int5,int4"},
     "int4_windows": {"layers": (0, 9), "has_windows": True, "codec": "int4"},
 }
+PARTS_OF_OTHERS = ("plain", "sliding", "mla", "sequence_windows", "int4", "int5", "int4_windows")
 OPERATIONS = [
     Step(), TreeStep(), Commit(), Add(), Remove(), Clear(), Fork(), Pop(), Overwrite(), Mistake(),
     EnableWindow(), Export(), BeginImport(), ImportPages(), FinishImport(),
@@ -81,7 +82,7 @@ def make_pair(rng: np.random.Generator, page_size: int, **fields) -> list[World]
     return pair
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", with_slow(WORLDS, *PARTS_OF_OTHERS))
 @pytest.mark.parametrize("seed", with_slow(NUM_STEPS, 1, 2), ids="seed{}".format)
 def test_random_operations(record_property, seed, name):
     pairs = []

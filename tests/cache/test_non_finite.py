@@ -161,6 +161,7 @@ def take_infinity_for_nan(case) -> None:
     case.compare = check
 
 
+@latin_square(2, "value", "source")
 @parametrize_values
 @pytest.mark.parametrize("spec, make, run, options, source", SOURCES_OF_CASES)
 @parametrize_seed

@@ -21,7 +21,9 @@ from ..support.selections import with_slow
 
 @pytest.mark.parametrize("seed", with_slow(range(2), 1))
 @pytest.mark.parametrize(
-    ("dtype", "history"), [("float32", None), ("float32", 16), ("bfloat16", None)], ids=str
+    ("dtype", "history"),
+    [pytest.param("float32", None, marks=pytest.mark.slow), ("float32", 16), ("bfloat16", None)],
+    ids=str,
 )
 def test_random_operations(dtype, history, seed):
     """Some forks and pops reach back to what has been reclaimed, and are refused."""

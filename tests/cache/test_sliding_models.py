@@ -112,7 +112,7 @@ LAYERS = {
 }
 
 
-@latin_square(2, "page_size", "name")
+@latin_square(4, "page_size", "name")
 @pytest.mark.parametrize("page_size", [4, 64])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")

@@ -11,7 +11,10 @@ from ..support.random_run import run
 from ..support.selections import with_slow
 
 NUM_STEPS, PAGE_SIZE = 250, 4
-REPEATED = ("plain", "sliding", "text_windows", "both_windows", "int8", "int4_windows")
+REPEATED = (
+    "plain", "sliding", "chunks", "mla", "text_windows", "both_windows", "int8", "int5_pair",
+    "int4_windows",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", with_slow(WORLDS, *REPEATED))

@@ -100,9 +100,9 @@ def test_wide_keys():
     "rule, shape, dtype, page",
     [
         ("gated_delta", "4-of-2-heads-128", BF16, 16),
-        ("kda", "6-of-1-head-7x20", F16, 1),
+        pytest.param("kda", "6-of-1-head-7x20", F16, 1, marks=pytest.mark.slow),
         ("kda", "3-heads-24x8", F32, 5),
-        ("mamba2", "2-heads-64x256", BF16, 4),
+        pytest.param("mamba2", "2-heads-64x256", BF16, 4, marks=pytest.mark.slow),
     ],
 )
 @on_gpu_too

@@ -15,6 +15,7 @@ from ..support import tree_cases
 from ..support.attention_cases import cuda_text
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import Schedule, emulated, mutated, schedule
+from ..support.selections import latin_square
 from ..support.tree_cases import PagedTrees, RaggedTrees, chain, random_parents
 
 SPECS = {
@@ -44,6 +45,7 @@ def ragged_trees(seed: int) -> list:
     return [(n, n if p else before + n, p) for n, before, p in paged_trees(seed)]
 
 
+@latin_square(2, "spec", "inline", "window")
 @parametrize_specs
 @pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
 @pytest.mark.parametrize("window", [None, 7, 40, -30])

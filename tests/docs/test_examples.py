@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from ..support.selections import with_slow
 from .documents import ROOT, blocks_of
 
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -30,7 +31,7 @@ def test_every_example_is_listed():
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTS)
 
 
-@pytest.mark.parametrize("name", PRINTS)
+@pytest.mark.parametrize("name", with_slow(PRINTS, "prefix_reuse.py", "quantized.py"))
 def test_example(name, tmp_path):
     docstring = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
     (line,) = re.findall(rf"^python scripts/examples/{name}.*", docstring, re.MULTILINE)

@@ -61,7 +61,7 @@ STEPS = (
 )
 
 
-@latin_square(2, "runtime_of", "kernels_of", "dtype", "mode")
+@latin_square(3, "runtime_of", "kernels_of", "dtype", "mode")
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kernels_of", ["stock", "pagedkv"])

@@ -105,7 +105,7 @@ class _Pair:
             assert length == self.expected.length(seq_id)
 
 
-@latin_square(2, "runtime_of", "kernels_of", "mode")
+@latin_square(3, "runtime_of", "kernels_of", "mode")
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("kernels_of", ["stock", "pagedkv"])
 @pytest.mark.parametrize("runtime_of", ["stock", "pagedkv"])

@@ -216,7 +216,7 @@ def test_greedy_text_is_the_same(dtype):
     assert num_sure > {"float32": 599, "float16": 400, "bfloat16": 120}[dtype]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 5, 16])
+@pytest.mark.parametrize("num_drafts", with_slow([1, 2, 5, 16], 2, 16))
 def test_number_of_drafts_does_not_matter(num_drafts):
     model = load("float32")
     plain, _ = run(model, PROMPTS, greedy(100))

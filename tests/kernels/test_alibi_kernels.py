@@ -107,7 +107,7 @@ def test_beside_a_rotation(seed):
     case.verify(inline=True)
 
 
-@parametrize_cpu("x86-64-v3", "x86-64")
+@parametrize_cpu("x86-64-v3", slow=("x86-64",))
 @parametrize_seed
 def test_other_instruction_sets(cpu, seed):
     target = vector_target(cpu)

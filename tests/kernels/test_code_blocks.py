@@ -33,7 +33,9 @@ CASES = {
     "int8,int5": ((5, 1), 32, (F16, "int8,int5"), 4),
 }
 parametrize_cases = pytest.mark.parametrize(
-    "case", with_slow(CASES.values(), CASES["int5-96"], CASES["int5-256"]), ids=CASES
+    "case",
+    with_slow(CASES.values(), *(CASES[name] for name in ("int5", "int5-96", "int5-256", "int4"))),
+    ids=CASES,
 )
 BYTE_DOT = (
     """

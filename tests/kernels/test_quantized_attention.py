@@ -109,7 +109,7 @@ def test_groups_of_both_halves(shape, seed):
     case.verify()
 
 
-@latin_square(4, "cpu", "dtype", "codec")
+@latin_square(6, "cpu", "dtype", "codec")
 @parametrize_dtypes
 @parametrize_codecs
 @parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
@@ -124,7 +124,7 @@ def test_other_cpus(dtype, codec, cpu, seed):
     case.verify()
 
 
-@latin_square(5, "codec", "dtype")
+@latin_square(8, "codec", "dtype", "window")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("window", [1, 33, 100])

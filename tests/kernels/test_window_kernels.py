@@ -192,7 +192,7 @@ def test_scaled_rotations(seed):
 
 
 @latin_square(3, "cpu", "dtype")
-@parametrize_cpu("x86-64-v3", "x86-64")
+@parametrize_cpu("x86-64-v3", slow=("x86-64",))
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_other_instruction_sets(cpu, dtype):
     target = vector_target(cpu)

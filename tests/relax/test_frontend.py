@@ -171,9 +171,9 @@ def check_fused(
     ("mode", "scaling"),
     [
         (RopeMode.NONE, {}),
-        (RopeMode.NORMAL, {}),
+        pytest.param(RopeMode.NORMAL, {}, marks=pytest.mark.slow),
         (RopeMode.INLINE, {}),
-        (
+        pytest.param(
             RopeMode.NORMAL,
             {
                 "rope_type": "llama3",
@@ -182,6 +182,7 @@ def check_fused(
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 64,
             },
+            marks=pytest.mark.slow,
         ),
         (
             RopeMode.NORMAL,

@@ -14,6 +14,8 @@ import tvm
 
 from tvm_pagedkv.models import DecoderModel
 
+from ..support.selections import few_of
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 
@@ -259,7 +261,7 @@ def hits_of(run, workload, num_pages=None):
     return [hits[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("name", ["system-prompt", "chat", "few-shot", "shared-prefix"])
+@pytest.mark.parametrize("name", few_of(["chat", "shared-prefix", "system-prompt", "few-shot"], 2))
 def test_the_cache_reuses_what_the_simulation_says(model, name):
     from prefix_workloads import GENERATORS
 

@@ -10,6 +10,7 @@ import tvm
 
 from tvm_pagedkv.models import DecoderModel
 
+from ..support.selections import latin_square
 from ..support.store_servers import valkey_server
 from .test_bench_prefix import SCRIPTS, hits_of, replay, source
 
@@ -24,6 +25,7 @@ def model():
     return DecoderModel.from_pretrained()
 
 
+@latin_square(2, "below", "name")
 @pytest.mark.parametrize("below", ["", "disk"])
 @pytest.mark.parametrize("name", ["few-shot", "shared-prefix"])
 def test_tiers_have_all_that_the_pool_has_lost(model, name, below, tmp_path):

@@ -59,6 +59,7 @@ def test_other_rows_and_other_tiers_are_noticed(bench_tiers, tmp_path, monkeypat
     texts.cache.close_prefixes()
 
 
+@pytest.mark.slow
 def test_transfers_are_measured():
     command = [sys.executable, str(SCRIPTS / "bench_transfer.py"), *SMALL]
     command += ["--qo-heads", "2", "--repeat", "1"]

@@ -98,6 +98,8 @@ def other_cpu(cpu: str, *marks: pytest.MarkDecorator):
     return pytest.param(cpu, marks=[needs_cpu(cpu), *marks])
 
 
-def parametrize_cpu(*cpus: str) -> pytest.MarkDecorator:
-    """Compile the kernels of a test for each of these CPUs."""
-    return pytest.mark.parametrize("cpu", [other_cpu(cpu) for cpu in cpus])
+def parametrize_cpu(*cpus: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Compile the kernels of a test for each of these CPUs; those in `slow` in the long runs."""
+    values = [other_cpu(cpu) for cpu in cpus]
+    values += [other_cpu(cpu, pytest.mark.slow) for cpu in slow]
+    return pytest.mark.parametrize("cpu", values)

@@ -9,6 +9,7 @@ from tvm.error import DiagnosticError
 
 from .conv_spec import ConvSpec
 from .cpu.attention import append_prefill, decode, listed, mla, prefill, shared, tree
+from .cpu.attention import page_bounds as bounds
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .index_spec import IndexSpec
 from .moves import append, copy, merge
@@ -41,6 +42,8 @@ BUILDERS: dict[str, Callable] = {
     "tree_sliding": tree.tree_sliding,
     "attend_listed": listed.attend_listed,
     "attend_blocks": listed.attend_blocks,
+    "page_bounds": bounds.page_bounds,
+    "choose_pages": bounds.choose_pages,
     "merge": merge.merge,
     "apply_sinks": merge.apply_sinks,
     "copy_single_page": copy.copy_single_page,
@@ -71,6 +74,7 @@ _MLA_ONLY = {
     "debug_get_kv_mla",
 }
 _LISTED = {"attend_listed", "attend_blocks"}
+_BOUNDS = {"page_bounds", "choose_pages"}
 _SPANS = {"prefill_spans", "prefill_spans_sliding"}
 _BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
 _ANY_TARGET = (  # written once, in `moves`
@@ -99,8 +103,12 @@ def kernel_names(
         builders = {name: build for name, build in builders.items() if name != "append_prefill"}
     if spec.sink_logits:  # attention lets them in
         builders = {name: build for name, build in builders.items() if name != "apply_sinks"}
-    if not spec.lists:
-        builders = {name: build for name, build in builders.items() if name not in _LISTED}
+    unneeded = set() if spec.lists else _LISTED
+    if spec.page_bounds:  # rows attend to the pages that they choose
+        unneeded = unneeded - {"attend_blocks"}
+    else:
+        unneeded = unneeded | _BOUNDS
+    builders = {name: build for name, build in builders.items() if name not in unneeded}
     if not spec.spans:
         builders = {name: build for name, build in builders.items() if name not in _SPANS}
     if spec.kind != "mla":

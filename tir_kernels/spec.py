@@ -179,6 +179,8 @@ class KernelSpec:
         Not with kind "mla".
     lists : bool
         Whether there is a kernel that attends to lists of positions.
+    page_bounds : bool
+        Whether there are kernels that bound the rows of K in pages and choose pages by this.
     spans : bool
         Whether there is a kernel for steps with spans that are attended to in both directions.
     sink_logits : bool
@@ -200,6 +202,7 @@ class KernelSpec:
     logit_softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     lists: bool = False
+    page_bounds: bool = False
     spans: bool = False
     sink_logits: bool = False
 

@@ -7,13 +7,18 @@
 
 #include <tvm/ffi/container/shape.h>
 
+#include <array>
 #include <cmath>
+#include <limits>
 
 #include "base/error.h"
+#include "device/device_memory.h"
 
 namespace pagedkv {
 
 namespace {
+
+constexpr int64_t kMaxBudget = std::numeric_limits<int32_t>::max();
 
 void CheckScale(double sm_scale) {
   if (!std::isfinite(sm_scale)) Raise(kValueError, "sm_scale must be finite, got ", sm_scale);
@@ -43,7 +48,7 @@ Attention::Attention(Step* step)
 void Attention::AttendFused(int64_t layer_id, double sm_scale, ffi::Tensor qkv, ffi::Tensor o,
                             ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "attention");
-  AppendAndAttend(layer_id, sm_scale, std::move(qkv), /*lists=*/nullptr, o, sink_logits);
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), /*reach=*/{}, o, sink_logits);
 }
 
 void Attention::AttendToList(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
@@ -51,7 +56,7 @@ void Attention::AttendToList(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
                              ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "attention_to_positions");
   const RowLists lists{std::move(positions)};
-  AppendAndAttend(layer_id, sm_scale, std::move(qkv), &lists, o, sink_logits);
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), {&lists}, o, sink_logits);
 }
 
 void Attention::AttendToBlocks(int64_t layer_id, int64_t block_size, double sm_scale,
@@ -59,11 +64,51 @@ void Attention::AttendToBlocks(int64_t layer_id, int64_t block_size, double sm_s
                                ffi::Optional<ffi::Tensor> sink_logits) {
   const Step::LayerCall scope(step_, "attention_to_blocks");
   const RowLists lists{std::move(blocks), block_size};
-  AppendAndAttend(layer_id, sm_scale, std::move(qkv), &lists, o, sink_logits);
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), {&lists}, o, sink_logits);
+}
+
+void Attention::AttendWithinBudget(int64_t layer_id, int64_t budget, double sm_scale,
+                                   ffi::Tensor qkv, ffi::Tensor o,
+                                   ffi::Optional<ffi::Tensor> sink_logits) {
+  const Step::LayerCall scope(step_, "attention_within_budget");
+  if (!(sm_scale > 0)) {
+    Raise(kValueError, "a budget needs a positive sm_scale, got ", sm_scale);
+  }
+  AppendAndAttend(layer_id, sm_scale, std::move(qkv), {nullptr, budget}, o, sink_logits);
+}
+
+int64_t Attention::PagesToChoose(const StoredLayer& layer, int64_t budget) const {
+  if (!step_->bounds().Has(layer)) {
+    Raise(kValueError, "layer ", layer.config.id,
+          " was made without bounds of its pages: its LayerSpec needs page_bounds=True");
+  }
+  const int64_t page_size = storage_.config().page_size;
+  if (budget < 2 * page_size || budget > kMaxBudget) {
+    Raise(kValueError, "budget must be between ", 2 * page_size, " positions, two pages, and ",
+          kMaxBudget, ", got ", budget);
+  }
+  const ForwardPlan& plan = step_->plan();
+  if (!plan.is_decode() || plan.has_windows() || plan.has_spans() || plan.needs_tree_mask()) {
+    return 0;
+  }
+  for (int64_t i = 0; i < plan.num_sequences(); ++i) {
+    if (plan.PastLength(i) >= budget / page_size * page_size) return budget / page_size;
+  }
+  return 0;
+}
+
+RowLists Attention::ChoosePages(const StoredLayer& layer, const ffi::Tensor& q, int64_t num_pages) {
+  const PageTable table = step_->arrays().page_table(layer.group);
+  const ffi::Tensor& bounds = step_->bounds().Update(layer, table);
+  const std::array<int64_t, 3> shape{q.size(0), layer.config.num_kv_heads, num_pages};
+  const ffi::Tensor blocks = AllocateTensor(ffi::ShapeView(shape.data(), shape.size()), kInt32,
+                                            storage_.device(), UncountedBytes());
+  layer.kernels->Get(KernelName::kChoosePages)(q, bounds, table.indptr, table.page_ids, blocks);
+  return {blocks, storage_.config().page_size};
 }
 
 void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
-                                const RowLists* lists, const ffi::Tensor& o,
+                                const Reach& reach, const ffi::Tensor& o,
                                 const ffi::Optional<ffi::Tensor>& sink_logits) {
   CheckScale(sm_scale);
   const StoredLayer& layer = storage_.At(layer_id);
@@ -89,14 +134,19 @@ void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor q
   tensors.CheckAlignment("o", o, alignment);
   const SinkLogits& sinks = SinksOf(layer);
   sinks.Check(sink_logits);
-  if (lists) listed_.Check(layer, *lists);
+  if (reach.lists) listed_.Check(layer, *reach.lists);
+  const int64_t num_pages = reach.budget ? PagesToChoose(layer, *reach.budget) : 0;
   tensors.MakeCompact({&qkv}, alignment);
   const GroupWorkspace& workspace = step_->workspaces().group(layer.group);
   const AttentionCall call{sm_scale, workspace.q.get(), o, workspace.lse.get(),
                            sinks.Argument(sink_logits)};
-  if (lists) {
+  if (reach.lists) {
     backend.Append(qkv);
-    listed_.Attend(layer, call, *lists);
+    listed_.Attend(layer, call, *reach.lists);
+  } else if (num_pages > 0) {
+    backend.Append(qkv);
+    step_->NoteAppend(layer);  // before bounds are looked at
+    listed_.Attend(layer, call, ChoosePages(layer, call.q, num_pages));
   } else {
     backend.AppendAndAttend(qkv, call, workspace.k.get(), workspace.v.get());
   }

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "attention/attention_backend.h"
@@ -53,6 +54,13 @@ class Attention {
    */
   void AttendToBlocks(int64_t layer_id, int64_t block_size, double sm_scale, ffi::Tensor qkv,
                       ffi::Tensor blocks, ffi::Tensor o, ffi::Optional<ffi::Tensor> sink_logits);
+  /*!
+   * \brief The same as AttendFused, but in a decode step each KV head attends to so many positions:
+   * the pages with the largest bounds on products with K, the first and the last page among them.
+   * \param budget Positions, at least two pages. Sequences that have no more see all of theirs.
+   */
+  void AttendWithinBudget(int64_t layer_id, int64_t budget, double sm_scale, ffi::Tensor qkv,
+                          ffi::Tensor o, ffi::Optional<ffi::Tensor> sink_logits);
   /*!
    * \brief Attends over the pages of another layer, which has appended in this step.
    * \param q [T, num_qo_heads, head_dim], rotated.
@@ -107,9 +115,18 @@ class Attention {
     std::unique_ptr<SinkLogits> sinks;  // of both
   };
 
-  /*! \brief Within a Step::LayerCall; without lists, rows see what the layer's mask shows. */
-  void AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv, const RowLists* lists,
+  /*! \brief What rows see of their sequences; without any of these, what the layer's mask shows. */
+  struct Reach {
+    const RowLists* lists = nullptr;
+    std::optional<int64_t> budget{};  // positions, in decode steps
+  };
+  /*! \brief Within a Step::LayerCall. */
+  void AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor qkv, const Reach& reach,
                        const ffi::Tensor& o, const ffi::Optional<ffi::Tensor>& sink_logits);
+  /*! \brief Checks a budget. \return The pages of it if rows are to choose some, else 0. */
+  int64_t PagesToChoose(const StoredLayer& layer, int64_t budget) const;
+  /*! \brief What the rows of a decode step choose. \param q Rotated. */
+  RowLists ChoosePages(const StoredLayer& layer, const ffi::Tensor& q, int64_t num_pages);
   /*! \brief Within a Step::LayerCall, to rows that are appended. */
   void AttendToLists(int64_t layer_id, double sm_scale, ffi::Tensor q, const RowLists& lists,
                      const ffi::Tensor& o, const ffi::Tensor& lse,

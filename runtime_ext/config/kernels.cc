@@ -38,6 +38,8 @@ constexpr const char* kNames[] = {
     "mla_tree",
     "attend_listed",
     "attend_blocks",
+    "page_bounds",
+    "choose_pages",
     "index_top_k",
     "index_top_blocks",
     "merge",

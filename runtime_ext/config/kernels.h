@@ -43,6 +43,8 @@ enum class KernelName : int {
   kMLATree,
   kAttendListed,
   kAttendBlocks,
+  kPageBounds,
+  kChoosePages,
   kIndexTopK,
   kIndexTopBlocks,
   kMerge,

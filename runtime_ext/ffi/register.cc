@@ -249,6 +249,8 @@ void DefineOwnNames() {
          WithSinksInEitherOrder(Method<&Attention::AttendToBlocks>(), /*num_outputs=*/1));
   define("cross_attention_to_blocks",
          WithSinksInEitherOrder(Method<&Attention::CrossAttendToBlocks>(), /*num_outputs=*/2));
+  define("attention_within_budget",
+         WithSinksInEitherOrder(Method<&Attention::AttendWithinBudget>(), /*num_outputs=*/1));
   define("attention_with_sinks", WithSinksInEitherOrder(Method<&Attention::AttendFused>(),
                                                         /*num_outputs=*/1, SinkNeed::kRequired));
   define("attention_with_shared_kv_and_sinks",

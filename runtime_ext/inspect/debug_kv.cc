@@ -89,6 +89,7 @@ void DebugKV::Write(LayerKind kind, Sequence* sequence, int64_t begin, int64_t c
   table_->RequireKept(*sequence, begin);
   const StreamOrder::Call on_stream(&step_->stream_order());
   const StepPhase::Change change(&step_->phase());
+  step_->bounds().Forget();
   CopyOnWrite copies(table_);
   copies.Acquire(sequence, begin, begin + count);
   try {

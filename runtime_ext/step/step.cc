@@ -41,6 +41,7 @@ Step::Step(const LayerStorage& storage, SequenceTable* table, PageCopier* copier
       scratch_(storage.device(), storage.counter()),
       arrays_(storage.config(), *table, plan_, storage.NumTaps(), storage.counter()),
       past_(storage.config(), *table, plan_, storage.counter()),
+      bounds_(storage, *table),
       last_append_(storage.layers().size(), 0) {
   const bool is_host = storage.device().device_type == kDLCPU;
   SharePrefixes(storage, is_host ? kMinSavedPositions : kMinSavedPositionsOnDevice, &plan_);

@@ -15,6 +15,7 @@
 #include "device/device_stream.h"
 #include "device/tensor_checks.h"
 #include "state/plans/forward_plan.h"
+#include "step/page_bounds.h"
 #include "step/past_arrays.h"
 #include "step/scratch.h"
 #include "step/step_arrays.h"
@@ -74,7 +75,10 @@ class Step {
     Scratch::Lending lending_;
   };
 
-  void NoteAppend(const StoredLayer& layer) { last_append_[layer.index] = number_; }
+  void NoteAppend(const StoredLayer& layer) {
+    last_append_[layer.index] = number_;
+    if (bounds_.Has(layer)) bounds_.NoteAppend(layer, arrays_.slots(layer.group));
+  }
   bool HasAppended(const StoredLayer& layer) const { return last_append_[layer.index] == number_; }
 
   /*! \brief Counts from 1; steps that fail to begin have none. */
@@ -86,6 +90,7 @@ class Step {
   PastArrays& past() { return past_; }
   const PastArrays& past() const { return past_; }
   const Workspaces& workspaces() const { return workspaces_; }
+  PageBounds& bounds() { return bounds_; }
   const Scratch& scratch() const { return scratch_; }
   StepPhase& phase() { return phase_; }
   StreamOrder& stream_order() { return stream_order_; }
@@ -109,6 +114,7 @@ class Step {
   Scratch scratch_;
   StepArrays arrays_;
   PastArrays past_;
+  PageBounds bounds_;
   int64_t number_ = 0;
   std::vector<int64_t> last_append_;  // [layer] number of the step
   PagesRead step_pages_read_, pages_read_;

@@ -65,6 +65,7 @@ ffi::Shape KVReceiver::Shorten(int64_t sequence_id, int64_t receive_id, IntSpan 
 void KVReceiver::Finish(int64_t sequence_id, int64_t receive_id) {
   Sequence* sequence = Find(sequence_id, receive_id, "finish_receive");
   receives_.ReleasePages(receive_id);
+  step_->bounds().Forget();  // of pages that had rows before it
   table_->FinishReceive(sequence);
 }
 

@@ -3,9 +3,9 @@
 """Attention to chosen positions and blocks beside dense attention, over one long sequence.
 
 A layer of K and V in bfloat16, and an index lane. Rows choose positions by the lane, and attend to
-them; then as many positions in blocks, each index head for some KV heads. The keys are random, so
-the lists of two rows have little in common: lists of a model overlap, and read more from the caches
-of the CPU.
+them; then as many positions in blocks, each index head for some KV heads; then, in a decode step,
+as many in the pages with the largest bounds. The keys are random, so the lists of two rows have
+little in common: lists of a model overlap, and read more from the caches of the CPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _cache(shape: Shape, index_dtype: str):
         max_num_sequences=1,
         prefill_chunk_size=STEP,
         rope=pkv.RopeConfig(mode="none"),
-        layers=[pkv.LayerSpec(lists=True), lane],
+        layers=[pkv.LayerSpec(lists=True, page_bounds=True), lane],
     )
     cache = pkv.create(config)
     cache.add_sequence(0)
@@ -114,6 +114,8 @@ def measure(cache, rows: Rows, shape: Shape, budget: float) -> None:
             "index of blocks": lambda: cache.index_top_blocks(1, rows.q, num_blocks, size),
             "blocks": lambda: cache.attention(0, rows.qkv, blocks=blocks, block_size=size),
         }
+    if rows.count == 1:
+        steps["budget"] = lambda: cache.attention(0, rows.qkv, budget=shape.chosen)
     taken = {name: _seconds(run, budget) * 1e3 for name, run in steps.items()}
     cache.abort_forward()
     both = taken["index"] + taken["lists"]

@@ -28,6 +28,7 @@ INDEX_Q, WEIGHTS = tensor(ROWS, 3, 8, is_read=True), tensor(ROWS, 3, is_read=Tru
 CHOSEN = tensor(ROWS, 3, dtype="int32", free_axis=1)
 CHOSEN_BLOCKS = tensor(ROWS, 3, 4, dtype="int32", free_axis=2)
 KEPT = integer(1, -1, 5, 2**31)
+BUDGET = integer(8, 0, -8, 7, 2**31)
 
 # Names without "pagedkv."; the values are those of `FUNCTIONS` in test_hostile_arguments.py.
 LIST_FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
@@ -41,6 +42,7 @@ LIST_FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     "cross_attention_to_blocks": (
         "lists", [LISTED, BLOCK_SIZE, SCALE, Q, BLOCK_LISTS, OUT, OUT_LSE, NO_SINKS],
     ),
+    "attention_within_budget": ("lists", [LISTED, BUDGET, SCALE, QKV, NO_SINKS, OUT]),
     "index_top_k": ("lists", [LANE_LAYER, SCALE, INDEX_Q, WEIGHTS, CHOSEN]),
     "index_top_blocks": ("lists", [LANE_LAYER, BLOCK_SIZE, KEPT, KEPT, INDEX_Q, CHOSEN_BLOCKS]),
 }  # fmt: skip

@@ -100,7 +100,10 @@ def _lists_world() -> Any:
     """Layers MHA and MLA attend to lists, layer LANE chooses them; their rows are appended."""
     attend, choose = (
         {name: lambda *_: None for name in names}
-        for names in (("attend_listed", "attend_blocks"), ("index_top_k", "index_top_blocks"))
+        for names in (
+            ("attend_listed", "attend_blocks", "page_bounds", "choose_pages"),
+            ("index_top_k", "index_top_blocks"),
+        )
     )
     cache = make_cache(
         [KERNELS | attend, MLA_KERNELS | attend, MLA_KERNELS | choose],

@@ -38,6 +38,7 @@ class CacheAttention(CacheInspection):
         positions: Any = None,
         blocks: Any = None,
         block_size: int | None = None,
+        budget: int | None = None,
     ) -> tvm.runtime.Tensor:
         """Append this step's K and V of a layer, and attend with its Q.
 
@@ -70,6 +71,11 @@ class CacheAttention(CacheInspection):
         block_size : int, optional
             Positions of a block, a multiple of the page size; required with `blocks`. Block i has
             the positions from ``i * block_size`` on.
+        budget : int, optional
+            In a decode step, where every sequence appends one row, the positions that each KV head
+            attends to, rounded down to pages and at least two of them: those of the pages with the
+            largest bounds on ``q . k``, as in Quest, and always the first and the last page. Other
+            steps attend to everything. The layer needs ``LayerSpec(page_bounds=True)``.
 
         Returns
         -------
@@ -92,6 +98,13 @@ class CacheAttention(CacheInspection):
             sink_logits = self._sink_logits(sink_logits)
         if out is None:
             out = self._empty(layer, qkv.shape[0])
+        if budget is not None:
+            if positions is not None or blocks is not None or block_size is not None:
+                raise ValueError("budget is not possible with positions or blocks")
+            call = global_function("pagedkv.attention_within_budget")
+            number = as_int("budget", budget)
+            call(self, as_int("layer", layer), number, sm_scale, qkv, out, sink_logits)
+            return out
         if positions is not None or blocks is not None or block_size is not None:
             name, size, lists = self._lists(positions, blocks, block_size)
             call = global_function(f"pagedkv.attention_to_{name}")

@@ -86,6 +86,7 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
         original_v_head_dim=layer.mla_original_v_head_dim or 0,
         lists=layer.lists,
+        page_bounds=layer.page_bounds,
         sink_logits=layer.sink_logits,
         spans=config.spans and layer.kind in MHA_KINDS,
     )
@@ -182,6 +183,8 @@ def build_libraries(
     resolved = config.resolved()
     if on_gpu and any(layer.lists or layer.kind == "index" for layer in resolved.layers):
         raise ValueError("attention to lists has kernels for CPUs only")
+    if on_gpu and any(layer.page_bounds for layer in resolved.layers):
+        raise ValueError("bounds of pages have kernels for CPUs only")
     layer_specs, conv_specs = (
         [None if spec is None else cuda_spec(spec) if on_gpu else spec for spec in each]
         for each in (

@@ -52,6 +52,9 @@ class LayerSpec:
     lists : bool
         Whether rows can attend to lists of positions, `KVCache.attention` with `positions`. For
         "mha" and "mla".
+    page_bounds : bool
+        Whether the cache keeps bounds of K beside the pages, by which decode steps can attend to a
+        part of them: `KVCache.attention` with `budget`. For "mha".
     sink_logits : bool
         Whether the layer has learned sinks: its attention kernels take the `sink_logits` of
         `KVCache.attention` then. Without it, sinks are a pass after attention, and impossible for
@@ -81,6 +84,7 @@ class LayerSpec:
     recurrent: RecurrentConfig | None = None
     conv: ConvConfig | None = None
     lists: bool = False
+    page_bounds: bool = False
     sink_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -104,6 +108,10 @@ class LayerSpec:
             raise TypeError(f"layer.lists must be a bool, got {self.lists!r}")
         if self.lists and self.kind not in LIST_KINDS:
             raise ValueError(f"layer.lists is for kinds 'mha' and 'mla', not {self.kind!r}")
+        if not isinstance(self.page_bounds, bool):
+            raise TypeError(f"layer.page_bounds must be a bool, got {self.page_bounds!r}")
+        if self.page_bounds and self.kind != "mha":
+            raise ValueError(f"layer.page_bounds is for kind 'mha', not {self.kind!r}")
         if not isinstance(self.sink_logits, bool):
             raise TypeError(f"layer.sink_logits must be a bool, got {self.sink_logits!r}")
         if self.sink_logits and self.kind not in ATTENTION_KINDS:

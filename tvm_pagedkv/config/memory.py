@@ -21,7 +21,11 @@ def memory_bytes(config: ResolvedConfig) -> int:
 
 def _memory_bytes_of(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) -> int:
     num_rows = config.prefill_chunk_size
-    page_pool = sum(config.num_pages_of(s) * s.page_bytes(config.page_size) for s in layers)
+    page_pool = sum(
+        config.num_pages_of(s)
+        * (s.page_bytes(config.page_size) + s.page_bounds_bytes(config.dtype))
+        for s in layers
+    )
     page_pool += sum(_recurrent_bytes(config, s) for s in layers)
 
     # Rows of Q, K and V of the widest layer, and their float32 lse. MLA layers need no workspace:

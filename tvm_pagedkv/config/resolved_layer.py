@@ -40,6 +40,7 @@ class ResolvedLayer:
     recurrent: RecurrentConfig | None = None
     conv: ConvConfig | None = None
     lists: bool = False
+    page_bounds: bool = False
     sink_logits: bool = False
 
     @property
@@ -70,6 +71,12 @@ class ResolvedLayer:
         if self.kind != "mla":
             width = (self.qk_head_dim + self.v_head_dim) // 2  # both are multiples of 8
         return num_rows * width * ITEMSIZE[self.kv_dtype]
+
+    def page_bounds_bytes(self, dtype: str) -> int:
+        """Return the bytes of the bounds of a page, which are of the cache's dtype."""
+        if not self.page_bounds:
+            return 0
+        return self.num_kv_heads * 2 * self.qk_head_dim * ITEMSIZE[dtype]
 
 
 def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> ResolvedLayer:
@@ -111,6 +118,7 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
         recurrent=layer.recurrent,
         conv=layer.conv,
         lists=layer.lists,
+        page_bounds=layer.page_bounds,
         sink_logits=layer.sink_logits,
         **said,
     )
@@ -175,19 +183,25 @@ def _slopes(
 
 
 def _check_lists(index: int, layer: ResolvedLayer) -> None:
-    """Raise a ValueError if rows of the layer cannot attend to lists as it says."""
-    if not layer.lists:
+    """Raise a ValueError if rows of the layer cannot attend to lists, or to pages, as it says."""
+    if not layer.lists and not layer.page_bounds:
         return
+    what = "lists" if layer.lists else "page_bounds"
     if layer.kind != "mla" and layer.v_head_dim != layer.qk_head_dim:
         raise ValueError(
-            f"layer {index}: attention to lists needs rows of K and V of one width, so v_head_dim "
+            f"layer {index}: {what} need rows of K and V of one width, so v_head_dim "
             f"({layer.v_head_dim}) must equal qk_head_dim ({layer.qk_head_dim})"
         )
     if layer.alibi is not None:
-        raise ValueError(f"layer {index}: lists are not possible with ALiBi")
+        raise ValueError(f"layer {index}: {what} are not possible with ALiBi")
+    if layer.page_bounds and layer.codec is not None and layer.codec.has_hadamard:
+        raise ValueError(
+            f"layer {index}: page_bounds are not possible with kv_dtype {layer.kv_dtype!r}, which "
+            'keeps K rotated; choose "int8", "float8_e4m3fn" or a type that is not quantized'
+        )
     if layer.kind in MHA_KINDS and layer.rope.mode == "inline":
         raise ValueError(
-            f'layer {index}: lists need K as it is attended to, so rope mode "inline", which '
+            f'layer {index}: {what} need K as it is attended to, so rope mode "inline", which '
             'rotates K when it is read, is not possible; choose "normal" or "none"'
         )
 

@@ -37,11 +37,11 @@ class Tile:
 
     def load_k(self, row, column, lanes: int):
         """`lanes` columns of K as float32."""
-        return _load(*self.k(row, column), lanes)
+        return load_row(*self.k(row, column), lanes)
 
     def load_v(self, row, column, lanes: int):
         """`lanes` columns of V as float32."""
-        return _load(*self.v(row, column), lanes)
+        return load_row(*self.v(row, column), lanes)
 
     def prefetch_k(self, row, column) -> None:
         """Ask for the cache line of K."""
@@ -93,7 +93,8 @@ class RaggedTile(Tile):
         return self.rows.v, (self.row[row], self.rows.head, column)
 
 
-def _load(pages, index, lanes: int):
+def load_row(pages, index, lanes: int):
+    """`lanes` columns of a row of pages as float32, from `index` on."""
     if isinstance(pages, QuantizedPages):
         return load_values(pages, index[:-1], index[-1], lanes)
     return load(pages, index, lanes)

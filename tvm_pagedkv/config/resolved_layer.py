@@ -187,9 +187,10 @@ def _check_lists(index: int, layer: ResolvedLayer) -> None:
     if not layer.lists and not layer.page_bounds:
         return
     what = "lists" if layer.lists else "page_bounds"
+    need = "attention to lists needs" if layer.lists else "page_bounds need"
     if layer.kind != "mla" and layer.v_head_dim != layer.qk_head_dim:
         raise ValueError(
-            f"layer {index}: {what} need rows of K and V of one width, so v_head_dim "
+            f"layer {index}: {need} rows of K and V of one width, so v_head_dim "
             f"({layer.v_head_dim}) must equal qk_head_dim ({layer.qk_head_dim})"
         )
     if layer.alibi is not None:

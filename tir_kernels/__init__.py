@@ -52,37 +52,42 @@ BUILDERS: dict[str, Callable] = {
     "compact_copy": copy.compact_copy,
     "transpose_append_mla": append.transpose_append_mla,
     "mla_prefill": mla.mla_prefill,
+    "mla_prefill_sliding": mla.mla_prefill_sliding,
     "mla_prefill_shared": shared.mla_prefill_shared,
     "mla_tree": mla.mla_tree,
+    "mla_tree_sliding": mla.mla_tree_sliding,
     "debug_get_kv_mla": copy.debug_get_kv_mla,
 }
 _WITHOUT_WINDOW = {
     *("prefill", "decode", "prefill_ragged", "prefill_shared", "tree_paged", "tree"),
-    "prefill_spans",
+    *("prefill_spans", "mla_prefill", "mla_prefill_shared", "mla_tree"),
 }
 _WITH_WINDOW = {
     "prefill_spans_sliding",
     *("prefill_sliding", "decode_sliding", "prefill_ragged_sliding"),
-    *("tree_paged_sliding", "tree_sliding"),
+    *("tree_paged_sliding", "tree_sliding", "mla_prefill_sliding", "mla_tree_sliding"),
 }
 _STOCK_ONLY = {"prefill_windowed", "decode_windowed"}  # for the stock cache's calling convention
 _MLA_ONLY = {
     "transpose_append_mla",
     "mla_prefill",
+    "mla_prefill_sliding",
     "mla_prefill_shared",
     "mla_tree",
+    "mla_tree_sliding",
     "debug_get_kv_mla",
 }
 _LISTED = {"attend_listed", "attend_blocks"}
 _BOUNDS = {"page_bounds", "choose_pages"}
 _SPANS = {"prefill_spans", "prefill_spans_sliding"}
-_BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
+_ROWS = {"prefill_ragged", "prefill_ragged_sliding", "tree", "tree_sliding"}  # of a step alone
+_BOTH = _ROWS | {"merge", "copy_single_page", "copy_pages", "compact_copy"}
 _ANY_TARGET = (  # written once, in `moves`
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
     *("copy_single_page", "copy_pages", "debug_get_kv", "compact_copy"),
     *("transpose_append_mla", "debug_get_kv_mla"),
 )
-_NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention
+_NON_ABSORBED = _ROWS | {"merge"}  # where an MLA layer is a multi-head attention
 
 
 def kernel_names(
@@ -111,13 +116,14 @@ def kernel_names(
     builders = {name: build for name, build in builders.items() if name not in unneeded}
     if not spec.spans:
         builders = {name: build for name, build in builders.items() if name not in _SPANS}
-    if spec.kind != "mla":
-        window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
-        others = _MLA_ONLY | window | (set() if for_stock and spec.kind == "mha" else _STOCK_ONLY)
+    others = _WITHOUT_WINDOW if spec.kind.endswith("_sliding") else _WITH_WINDOW
+    if not spec.is_latent:
+        others = others | _MLA_ONLY
+        others |= set() if for_stock and spec.kind == "mha" else _STOCK_ONLY
         return [name for name in builders if name not in others]
-    names = _MLA_ONLY | _BOTH | _LISTED
+    names = (_MLA_ONLY | _BOTH | _LISTED) - others
     if not spec.original_qk_head_dim:
-        names = names - {"prefill_ragged", "tree"}
+        names = names - _ROWS
     return [name for name in builders if name in names]
 
 

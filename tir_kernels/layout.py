@@ -38,7 +38,7 @@ def page_shape(spec: KernelSpec) -> tuple[int, ...]:
     """
     if spec.has_two_widths:
         return (spec.num_kv_heads * spec.page_size * (spec.qk_head_dim + spec.v_head_dim),)
-    row_sets = () if spec.kind == "mla" else (2, spec.num_kv_heads)
+    row_sets = () if spec.is_latent else (2, spec.num_kv_heads)
     return (*row_sets, spec.page_size, spec.qk_head_dim)
 
 
@@ -280,12 +280,12 @@ class QuantizedPages:
 
 def rows_per_slot(spec: KernelSpec) -> int:
     """Rows that a slot holds: K and V of each head, or the latent row of MLA."""
-    return 1 if spec.kind == "mla" else 2 * spec.num_kv_heads
+    return 1 if spec.is_latent else 2 * spec.num_kv_heads
 
 
 def slot_row(page, index, offset, spec: KernelSpec) -> tuple:
     """Indices, less the last axis, of row `index` of ``rows_per_slot`` at slot `offset`."""
-    if spec.kind == "mla":
+    if spec.is_latent:
         return (page, offset)
     return (page, index // spec.num_kv_heads, index % spec.num_kv_heads, offset)
 

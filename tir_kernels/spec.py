@@ -165,18 +165,18 @@ class KernelSpec:
         The rotation of `split_rotary`, `rope_append` and of attention with ``rotary_mode`` 1.
     target : VectorTarget or CudaTarget
         Traits of the CPU or the GPU.
-    kind : {"mha", "mha_sliding", "mla"}
-        "mha_sliding": rows see a window, which the kernels take as an argument.
-        "mla": a slot holds one latent row, which is K, and whose first `v_head_dim` columns are V,
-        for all query heads; `num_kv_heads` is 1.
+    kind : {"mha", "mha_sliding", "mla", "mla_sliding"}
+        "mha_sliding", "mla_sliding": rows see a window, which the kernels take as an argument.
+        "mla", "mla_sliding": a slot holds one latent row, which is K, and whose first `v_head_dim`
+        columns are V, for all query heads; `num_kv_heads` is 1.
     original_qk_head_dim, original_v_head_dim : int
-        "mla": head dims before absorption, where every query head has K and V of its own; 0: the
+        MLA: head dims before absorption, where every query head has K and V of its own; 0: the
         layers have absorbed attention only.
     logit_softcap : float or None
         Attention replaces a logit x by ``logit_softcap * tanh(x / logit_softcap)``.
     alibi_slopes : tuple of float, one per query head, or None
         Attention adds ``slope * (position of K - position of Q)`` to a logit, after the soft-cap.
-        Not with kind "mla".
+        Not with latent rows.
     lists : bool
         Whether there is a kernel that attends to lists of positions.
     page_bounds : bool
@@ -212,13 +212,18 @@ class KernelSpec:
         return set() if self.sink_logits else {"sink_logits"}
 
     @property
+    def is_latent(self) -> bool:
+        """Whether a slot holds one latent row: MLA, with a window or without."""
+        return self.kind in ("mla", "mla_sliding")
+
+    @property
     def non_absorbed(self) -> KernelSpec:
         """An MLA layer before absorption: multi-head attention, whose K and V are not in pages."""
-        if self.kind != "mla" or not self.original_v_head_dim:
+        if not self.is_latent or not self.original_v_head_dim:
             return self
         return replace(
             self,
-            kind="mha",
+            kind="mha" if self.kind == "mla" else "mha_sliding",
             num_kv_heads=self.num_qo_heads,
             qk_head_dim=self.original_qk_head_dim,
             v_head_dim=self.original_v_head_dim,
@@ -229,7 +234,7 @@ class KernelSpec:
     @property
     def has_two_widths(self) -> bool:
         """Whether the rows of K and of V in a page have widths of their own."""
-        return self.kind != "mla" and self.qk_head_dim != self.v_head_dim
+        return not self.is_latent and self.qk_head_dim != self.v_head_dim
 
     @property
     def group_size(self) -> int:

@@ -30,7 +30,7 @@ MLAAttention::MLAAttention(Step* step, const StoredLayer& layer)
       pages_(step, layer),
       ragged_(*step, layer, /*flashinfer=*/nullptr),
       append_alignment_(AlignmentOf(layer, KernelName::kTransposeAppendMLA)),
-      page_alignment_(AlignmentOf(layer, KernelName::kMLAPrefill)) {}
+      page_alignment_(AlignmentOf(layer, layer.config.prefill())) {}
 
 void MLAAttention::Append(ffi::Tensor kv) {
   step_->tensors().CheckInput("kv", kv, {step_->plan().num_rows(), layer_.config.qk_head_dim},
@@ -100,11 +100,16 @@ void MLAAttention::CrossAttend(double sm_scale, ffi::Tensor q, const ffi::Tensor
 
 void MLAAttention::AttendToPages(const AttentionCall& call, const PageTable& table) const {
   const StepArrays& arrays = step_->arrays();
+  const LayerConfig& config = layer_.config;
   const bool has_tree = pages_.NeedsTreeMask(table.range);
-  const auto& kernel =
-      layer_.kernels->Get(has_tree ? KernelName::kMLATree : KernelName::kMLAPrefill);
-  WithLastArguments(call, /*window=*/std::nullopt, [&](auto... last) {
-    if (has_tree) {
+  const auto& kernel = layer_.kernels->Get(has_tree ? config.tree() : config.prefill());
+  const auto window = config.window ? std::optional<int64_t>(config.window) : std::nullopt;
+  WithLastArguments(call, window, [&](auto... last) {
+    if (has_tree && window) {
+      kernel(call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids,
+             table.lengths, arrays.first_positions(layer_.group), arrays.query_positions(), call.o,
+             call.lse, call.sm_scale, arrays.tree_order_indptr(), table.tree_order, last...);
+    } else if (has_tree) {
       kernel(call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids,
              table.lengths, call.o, call.lse, call.sm_scale, arrays.tree_order_indptr(),
              table.tree_order, last...);

@@ -102,7 +102,10 @@ struct LayerConfig {
   }
   /*! \brief The window as kernels and PageGeometry take it: negative for chunks. */
   int64_t signed_window() const { return is_chunked ? -window : window; }
-  KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
+  KernelName prefill() const {
+    if (is_mla()) return window ? KernelName::kMLAPrefillSliding : KernelName::kMLAPrefill;
+    return window ? KernelName::kPrefillSliding : KernelName::kPrefill;
+  }
   /*! \brief The kernel for pages that sequences share; a set may lack it. */
   KernelName prefill_shared() const {
     return is_mla() ? KernelName::kMLAPrefillShared : KernelName::kPrefillShared;
@@ -113,7 +116,7 @@ struct LayerConfig {
   }
   KernelName decode() const { return window ? KernelName::kDecodeSliding : KernelName::kDecode; }
   KernelName tree() const {
-    if (is_mla()) return KernelName::kMLATree;
+    if (is_mla()) return window ? KernelName::kMLATreeSliding : KernelName::kMLATree;
     return window ? KernelName::kTreePagedSliding : KernelName::kTreePaged;
   }
   bool HasShapeOf(const LayerConfig& other) const {
@@ -123,7 +126,7 @@ struct LayerConfig {
   }
 };
 
-/*! \brief The same, but "mha_sliding" or "mha_chunked" for a layer with a window. */
+/*! \brief The same, but "mha_sliding" or "mha_chunked" for an MHA layer with a window. */
 const char* ToString(const LayerConfig& layer);
 
 /*! \brief Indices into CacheConfig::layers of what the layer of a model keeps; -1 for none. */

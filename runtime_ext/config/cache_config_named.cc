@@ -160,8 +160,8 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_mode", "rope_theta",
                  "rope_scale", "rope_details", "kernel_set", "kv_dtype", "codec", "sink_logits"});
   auto kind = fields.Get<std::string>("kind");
-  const bool has_window = kind == "mha_sliding" || kind == "mha_chunked";
-  if (!has_window && kind != "mha" && kind != "mla" && kind != "linear") {
+  const bool needs_window = kind == "mha_sliding" || kind == "mha_chunked";
+  if (!needs_window && kind != "mha" && kind != "mla" && kind != "linear") {
     Raise(kValueError, owner,
           "['kind'] must be one of mha, mha_sliding, mha_chunked, mla, linear, ",
           "recurrent, conv; got '", kind, "'");
@@ -169,12 +169,12 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   LayerConfig layer;
   layer.window = fields.Find<int64_t>("window").value_or(0);
   layer.is_chunked = kind == "mha_chunked";
-  if (has_window) {
+  if (needs_window || (kind == "mla" && layer.window != 0)) {
     CheckRange("window", layer.window, 1, kInt32Max);
   } else if (layer.window != 0) {
     Raise(kValueError, owner,
           "['window'] is required for kinds 'mha_sliding' and 'mha_chunked', and invalid "
-          "otherwise");
+          "otherwise, except for 'mla'");
   }
   if (kind == "linear") {
     layer.kind = LayerKind::kLinear;

@@ -77,7 +77,14 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
     }
     require(KernelName::kTransposeAppendMLA);
     // Index keys are latent rows that nobody attends to.
-    if (!kernels.Has(KernelName::kIndexTopK)) require(KernelName::kMLAPrefill);
+    if (!kernels.Has(KernelName::kIndexTopK)) require(layer.prefill());
+    for (KernelName name : {layer.prefill(), layer.tree()}) {
+      if (layer.window == 0 || !kernels.IsStock(name)) continue;
+      Raise(kValueError, "layer ", layer.id,
+            " is an MLA layer with a window, which only kernels of ",
+            "tvm_pagedkv know, but its kernel '", ToString(name),
+            "' is of the stock cache (tag tirx)");
+    }
   } else {
     if (!kernels.Has(KernelName::kRopeAppend)) {
       require(KernelName::kTransposeAppend);

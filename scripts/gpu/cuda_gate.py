@@ -12,6 +12,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cuda_floors import DATA_SHEETS, floors
 from cuda_gate_rules import CHIPS, KIB, failures, resident_blocks
@@ -86,6 +87,14 @@ CONFIGURATIONS = {
         dtype="bfloat16",
         kv_dtype="int8",
         layers=[_MLA],
+    ),
+    "mla-512-64-windows-bfloat16": dict(
+        num_qo_heads=128,
+        num_kv_heads=1,
+        qk_head_dim=576,
+        v_head_dim=512,
+        dtype="bfloat16",
+        layers=[replace(_MLA, window=1024)],
     ),
     "falcon-bfloat16-pages-float16": dict(
         num_qo_heads=71, num_kv_heads=1, qk_head_dim=64, dtype="bfloat16", kv_dtype="float16"

@@ -129,6 +129,7 @@ CPU_SPECS = {
     "mla-bf16": _mla(16, (512, 64)),
     "mla-f32": _mla(5, (64, 16), (F32, F32), 4, AVX2),
     "mla-f16": _mla(128, (512, 64), (F16, F16), 64, NEON),
+    "mla-sliding": replace(_mla(16, (512, 64)), kind="mla_sliding"),
 }
 CUDA_SPECS = {
     "llama-f16": _spec((32, 8), 128, (F16, F16), target=GPU),
@@ -169,6 +170,7 @@ CUDA_SPECS = {
     ),
     "mla-int8": _mla(16, (512, 64), (BF16, "int8"), target=GPU),
     "mla-int4": _mla(5, (64, 32), (F16, "int4"), 4, GPU),
+    "mla-sliding": replace(_mla(16, (512, 64), target=GPU), kind="mla_sliding"),
 }
 RECURRENT_SPECS = {
     "gated-delta": RecurrentSpec("gated_delta", 4, 2, 128, 128, BF16, target=AVX512_BF16),

@@ -37,7 +37,7 @@ NUM_MORE_STEPS = 9000
 GO_ON = ("sequence_windows",)
 PAGE_SIZES = 1, 4, 16
 SLOPES = 0.5, -0.1
-# Layers without a window, with windows of two sizes, and MLA layers, alone and mixed; rotation;
+# Layers without a window, with windows of two sizes, and MLA layers with both; rotation;
 # whether sequences have windows of their own; soft-cap, and ALiBi by slopes that heads have; codec.
 WORLDS = {
     "plain": {"layers": (0, 0)},
@@ -45,8 +45,13 @@ WORLDS = {
     "windows": {"layers": (0, 5, 0, 9, 5), "mode": ("inline", "none", "normal", "inline", "none")},
     "sliding": {"layers": (6, 6), "mode": "normal", "slopes": SLOPES},
     "chunks": {"layers": (-6, 0, -20, 5), "mode": ("normal", "none", "inline", "none")},
-    "mla": {"layers": (MLA, MLA)},
-    "all": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "softcap": 2.0, "slopes": SLOPES},
+    "mla": {"layers": (MLA, f"{MLA}7")},
+    "all": {
+        "layers": (0, MLA, 5, f"{MLA}6", 0, 9),
+        "mode": "inline",
+        "softcap": 2.0,
+        "slopes": SLOPES,
+    },
     "sequence_windows": {
         "layers": (0, 0),
         "mode": ("inline", "none"),
@@ -55,7 +60,7 @@ WORLDS = {
     },
     "text_windows": {"layers": (0, 0), "mode": ("none", "normal"), "has_windows": True},
     "both_windows": {"layers": (0, 6, 0, 15), "has_windows": True, "slopes": SLOPES},
-    "int8": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "codec": "int8"},
+    "int8": {"layers": (0, MLA, 5, f"{MLA}6", 0, 9), "mode": "inline", "codec": "int8"},
     "float8": {"layers": (0, 6), "mode": "normal", "has_windows": True, "codec": "float8_e4m3fn"},
     "int4": {"layers": (0, MLA, 5), "mode": "normal", "codec": "int4"},
     "int5": {"layers": (0, MLA, 5), "mode": "normal", "codec": "int5"},

@@ -126,8 +126,8 @@ def creation_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, value in CODECS.items():
         layers = [LAYER, LAYER | {"kv_dtype": "int8", "codec": value}]
         yield f"codec: {name}", case(make_config(layers=layers))
-    for field in ("window", "v_head_dim", "num_kv_heads"):
-        yield f"mla {field}", case(make_config(layers=[MLA_LAYER | {field: 25}]), MLA_KERNELS)
+    for field, value in (("window", -25), ("v_head_dim", 25), ("num_kv_heads", 25)):
+        yield f"mla {field}", case(make_config(layers=[MLA_LAYER | {field: value}]), MLA_KERNELS)
     for name, value in KERNEL_MAPS.items():
         yield f"kernels: {name}", case(make_config(), value)
     for name in ("cuda", "rocm", "vulkan", "metal", "opencl", "hexagon"):

@@ -81,9 +81,10 @@ def test_layers_that_share_kv(window):
         reference.assert_close(o.numpy(), want, "float32")
 
 
+@pytest.mark.parametrize("windows", [(0, 0), (5, 2)], ids=str)
 @pytest.mark.parametrize("is_split", [False, True])
-def test_mla_steps(is_split):
-    pair = LatentTreePair()
+def test_mla_steps(is_split, windows):
+    pair = LatentTreePair(windows)
     pair.is_split = is_split
     pair.add(0, 1)
     pair.step({0: 9, 1: 4})

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import launches, multiprocessors
 from ..support.mla_cases import LatentBatch
+from ..support.selections import with_slow
 from ..support.tree_cases import LatentTrees
 from .test_cuda_trees import paged_trees
 
@@ -80,6 +83,35 @@ def test_mla_tree(spec, seed):
     case = LatentTrees(spec, paged_trees(seed), seed)
     case.run()
     case.verify()
+
+
+WIDE = "16x512+64-bf16-p16"  # which takes the emulator as long as all others
+SLIDING_SPECS = {name: dataclasses.replace(s, kind="mla_sliding") for name, s in SPECS.items()}
+parametrize_sliding = pytest.mark.parametrize(
+    "spec", with_slow(SLIDING_SPECS.values(), SLIDING_SPECS[WIDE]), ids=SLIDING_SPECS
+)
+
+
+@parametrize_sliding
+@pytest.mark.parametrize("window", [1, 37])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "past"])
+@parametrize_seed
+@on_gpu_too
+def test_windows(spec, causal, window, seed):
+    lengths = [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (20, 41), (1, 300), (9, 170)]
+    case = LatentBatch(spec, lengths, seed)
+    with multiprocessors(2):
+        case.run(causal, window=window)
+    case.verify(causal, window=window)
+
+
+@parametrize_sliding
+@parametrize_seed
+@on_gpu_too
+def test_trees_with_a_window(spec, seed):
+    case = LatentTrees(spec, paged_trees(seed), seed)
+    case.run(window=7)
+    case.verify(window=7)
 
 
 @on_gpu_too

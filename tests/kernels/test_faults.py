@@ -44,6 +44,7 @@ FILES = {
     "kernels/test_tree_kernels.py": 90,
     "kernels/test_alibi_kernels.py": 70,
     "kernels/test_mla_kernels.py": 110,
+    "kernels/test_mla_windows.py": 30,
     "kernels/test_shared_prefix_kernel.py": 60,
     "cuda/test_cuda_decode.py": 24,
     "cuda/test_cuda_prefill.py": 50,

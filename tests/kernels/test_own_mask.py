@@ -11,7 +11,6 @@ import pytest
 import tir_kernels
 from tir_kernels.cpu.attention.mla import mla_prefill as cpu_mla_prefill
 from tir_kernels.cuda.attention.prefill import mla_prefill as cuda_mla_prefill
-from tir_kernels.semantics.visibility import WindowMask
 
 from .. import reference
 from ..docs.documents import ROOT, blocks_of
@@ -85,11 +84,6 @@ def hide_every_second_of_one_row(case: LatentBatch) -> None:
     """Put NaN into the columns that the only row of the first sequence does not see."""
     slots = case.slots(0)[-2::-2]
     case.pages[slots // case.spec.page_size, slots % case.spec.page_size] = np.nan
-
-
-def test_latent_rows_have_no_window_on_cpus():
-    with pytest.raises(ValueError, match="MLA layers have no window, but WindowMask has one"):
-        cpu_mla_prefill(LATENT_SPECS["cpu-float32"], mask=WindowMask)
 
 
 if __name__ == "__main__":

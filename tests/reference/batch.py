@@ -104,6 +104,7 @@ def mla_paged_attention(
     sm_scale: float,
     *,
     causal=True,
+    window=None,
 ):
     """Do what `paged_attention` does, with latent rows in ``pages [P, page, D]``."""
     outputs, lses = [], []
@@ -114,7 +115,7 @@ def mla_paged_attention(
         slots = sequence_slots(page_ids, last_page_len[b], page_size)
         latent = pages[slots // page_size, slots % page_size]
         shape = len(q_rows), len(latent)
-        mask = causal_mask(*shape) if causal else np.ones(shape, bool)
+        mask = (causal_mask if causal else past_mask)(*shape, window)
         o, lse = mla_absorbed(q_rows, latent, v_head_dim, mask, sm_scale)
         outputs.append(o)
         lses.append(lse)

@@ -165,7 +165,7 @@ class ReferenceLatentCache(ReferenceCache):
         outputs, lses, start = [], [], 0
         for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
             latent = self.latent(seq_id, layer)
-            mask = tree_mask(self.trees[seq_id], num_rows, len(latent))
+            mask = tree_mask(self.trees[seq_id], num_rows, len(latent), self.windows[layer])
             if not with_step:
                 mask &= np.arange(len(latent)) < len(latent) - num_rows
             q_rows = q[start : start + num_rows]
@@ -182,7 +182,7 @@ class ReferenceLatentCache(ReferenceCache):
             k, v = mla_expand(self.latent(seq_id, layer), w_k, w_v)
             q_rows = q[start : start + num_rows]
             start += num_rows
-            mask = tree_mask(self.trees[seq_id], num_rows, len(k))
+            mask = tree_mask(self.trees[seq_id], num_rows, len(k), self.windows[layer])
             o, lse = attention(q_rows, k, v, mask, sm_scale)
             outputs.append(o)
             lses.append(lse)

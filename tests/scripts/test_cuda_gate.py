@@ -28,6 +28,7 @@ GATED = {
     "spans-windows-bfloat16": (("90",), ("prefill_spans_sliding",)),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), ("mla_prefill",)),
+    "mla-512-64-windows-bfloat16": (("90",), ("mla_prefill_sliding",)),
     "kda-float32": (("80",), ("recurrent_append", "recurrent_scan")),
     "conv-silu-bfloat16": (("90",), None),
 }
@@ -39,6 +40,7 @@ MORE_GATED = {
     "heads-of-256-bfloat16": (("90",), None),
     "heads-of-256-float32": (("80", "90"), ("prefill", "decode", "prefill_shared")),
     "mla-512-64-bfloat16": (("90",), None),
+    "mla-512-64-windows-bfloat16": (("80", "90"), ("mla_prefill_sliding", "mla_tree_sliding")),
     "gated-delta-bfloat16": (("80", "90"), None),
     "kda-float32": (("86", "89", "90", "100", "120"), ("recurrent_scan",)),
     "lightning-256-float32": (("90",), None),

@@ -27,6 +27,7 @@ LAYERS = {
     "sliding": [_sliding(6), _sliding(6)],
     "mixed": [LAYER, _sliding(5), WIDE, _sliding(9), LAYER],
     "mla": [MLA_LAYER, MLA_LAYER],
+    "mla windows": [{**MLA_LAYER, "window": 6}, MLA_LAYER],
     "all": [_sliding(7), MLA_LAYER, LAYER],
 }
 POPPABLE = 16

@@ -31,8 +31,9 @@ def make_spec(
     cpu=None,
     **fields,
 ) -> KernelSpec:
-    """A spec of kind "mla"; `dims` are Dckv and Dkpe, `original` those before absorption."""
+    """A spec of MLA layers; `dims` are Dckv and Dkpe, `original` those before absorption."""
     ckv, kpe = dims
+    fields.setdefault("kind", "mla")
     return KernelSpec(
         num_heads,
         1,
@@ -42,7 +43,6 @@ def make_spec(
         page_size=page,
         rope=RopeSpec(rotary_dim=0),
         target=vector_target(cpu or "native"),
-        kind="mla",
         original_qk_head_dim=original[0],
         original_v_head_dim=original[1],
         **fields,
@@ -90,10 +90,11 @@ class LatentBatch(AttentionCase):
         page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
         return reference.sequence_slots(page_ids, self.last_page_len[b], self.spec.page_size)
 
-    def run(self, causal: bool = True, cpu: str = "native") -> None:
-        """Run `mla_prefill`."""
+    def run(self, causal: bool = True, cpu: str = "native", window: int | None = None) -> None:
+        """Run `mla_prefill`, or with a window `mla_prefill_sliding`."""
         table = (self.page_indptr, self.page_values, self.last_page_len)
-        compiled("mla_prefill", self.spec, cpu)(
+        name = "mla_prefill" if window is None else "mla_prefill_sliding"
+        compiled(name, self.spec, cpu)(
             *(
                 self.tensor(x)
                 for x in (self.q, self.q_indptr, pool_of(self.spec, self.pages), *table)
@@ -102,10 +103,10 @@ class LatentBatch(AttentionCase):
             self.lse,
             int(causal),
             self.sm_scale,
-            *self.last_arguments(),
+            *self.last_arguments(window),
         )
 
-    def expected(self, causal: bool = True):
+    def expected(self, causal: bool = True, window: int | None = None):
         """Return the reference's `(o, lse)`."""
         return reference.mla_paged_attention(
             self.q,
@@ -117,4 +118,5 @@ class LatentBatch(AttentionCase):
             self.spec.v_head_dim,
             self.sm_scale,
             causal=causal,
+            window=window,
         )

@@ -195,11 +195,11 @@ def transpose_append_mla(pages, kv, position_map):
 
 
 def mla_prefill(
-    q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, causal, sm_scale
+    q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, causal, sm_scale, window=None
 ):
     view(o)[...], view(lse)[...] = reference.mla_paged_attention(
         view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
-        view(length_info), view(o).shape[2], sm_scale, causal=bool(causal),
+        view(length_info), view(o).shape[2], sm_scale, causal=bool(causal), window=window,
     )  # fmt: skip
 
 
@@ -220,8 +220,10 @@ KERNELS: dict[str, Callable] = {
 MLA_KERNELS: dict[str, Callable] = {
     "transpose_append_mla": transpose_append_mla,
     "mla_prefill": mla_prefill,
+    "mla_prefill_sliding": mla_prefill,
     "mla_prefill_shared": mla_prefill_shared,
     "prefill_ragged": prefill_ragged,
+    "prefill_ragged_sliding": prefill_ragged,
     "merge": merge,
     "copy_single_page": copy_single_page,
 }

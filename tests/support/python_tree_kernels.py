@@ -117,7 +117,7 @@ def tree(
 
 def mla_tree(
     q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, sm_scale,
-    order_indptr, order,
+    order_indptr, order, adjust=lambda b, rows, tree, q_rows, k: (q_rows, k),
 ):  # fmt: skip
     pages, width = view(pages), view(o).shape[2]
 
@@ -126,10 +126,24 @@ def mla_tree(
         k = pages[slots // pages.shape[1], slots % pages.shape[1]][:, None]
         return k, k[..., :width]
 
-    def as_they_are(b, rows, tree, q_rows, k):
+    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust)
+
+
+def mla_tree_sliding(
+    q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+    sm_scale, order_indptr, order, window,
+):  # fmt: skip
+    q_positions, k_offsets = view(q_positions), view(k_offsets)
+
+    def hide(b, rows, tree, q_rows, k):
+        positions = k_offsets[b] + tree.positions
+        tree.mask &= positions >= reference.first_seen(q_positions[rows, None], window)
         return q_rows, k
 
-    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, as_they_are)
+    mla_tree(
+        q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, sm_scale, order_indptr,
+        order, hide,
+    )  # fmt: skip
 
 
 def compact_copy(pages, length_indptr, src_dst_slots, batch_size):
@@ -152,7 +166,9 @@ KERNELS_WITH_TREES: dict[str, Callable] = {
 MLA_KERNELS_WITH_TREES: dict[str, Callable] = {
     **MLA_KERNELS,
     "mla_tree": mla_tree,
+    "mla_tree_sliding": mla_tree_sliding,
     "tree": tree,
+    "tree_sliding": tree,
     "compact_copy": compact_copy,
 }
 

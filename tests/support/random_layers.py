@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import reference
-from .random_shapes import MLA, NUM_QO_HEADS
+from .random_shapes import NUM_QO_HEADS, is_latent
 from .random_world import World
 
 
@@ -98,9 +98,10 @@ class LatentAttention:
             rows = slice(start, start + num_rows)
             start += num_rows
             total = world.mla.length(seq_id, local)
-            mask = reference.tree_mask(world.tree(seq_id), num_rows, total)[:, -num_rows:]
+            window = world.mla.windows[local]
+            mask = reference.tree_mask(world.tree(seq_id), num_rows, total, window)
             k = self.k[rows]
-            parts.append(reference.attention(k, k, k[:, :, :8], mask, 0.3))
+            parts.append(reference.attention(k, k, k[:, :, :8], mask[:, -num_rows:], 0.3))
         wanted = [np.concatenate(each) for each in zip(*parts, strict=True)]
         world.compare(self.own, wanted, f"{what}, its own rows")
 
@@ -109,7 +110,7 @@ def draw_layer(
     world: World, layer: int, batch: list[int], lengths: list[int], has_trees: bool
 ) -> Attention | LatentAttention:
     """One of the ways in which the layer can attend in such a step."""
-    if world.layers[layer] == MLA:
+    if is_latent(world.layers[layer]):
         can_be_whole = has_trees or max(lengths) == 1
         return LatentAttention(world, layer, batch, lengths, can_be_whole and world.chance(0.5))
     # Within a chunk that is longer than a window not all rows see each other.

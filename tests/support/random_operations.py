@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .random_shapes import MLA
+from .random_shapes import is_latent
 from .random_world import CHUNK, MAX_BATCH, Operation, World
 
 UNKNOWN, NEW = 10**9, 10**8
@@ -230,7 +230,7 @@ class Overwrite(Operation):
             begin = int(world.rng.integers(first, length + 1))
             end = int(world.rng.integers(begin, length + 1))
         count = end - begin
-        is_mla = world.pick([layer == MLA for layer in world.layers])
+        is_mla = world.pick([is_latent(layer) for layer in world.layers])
         if is_mla:
             rows = [world.normal(world.mla.num_layers, count, world.shapes.latent_dim)]
         else:
@@ -308,7 +308,8 @@ class Mistake(Operation):
         ]
 
     def read(self, world: World, seq_id: int, begin: int, end: int) -> None:
-        read = world.cache.debug_get_kv_mla if world.layers[0] == MLA else world.cache.debug_get_kv
+        is_mla = is_latent(world.layers[0])
+        read = world.cache.debug_get_kv_mla if is_mla else world.cache.debug_get_kv
         read(seq_id, begin, end)
 
     def with_import(self, world: World, some: int) -> list:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from .python_kernels import poison, shuffle
-from .random_shapes import MLA
+from .random_shapes import is_latent
 from .random_transfers import Block
 from .random_world import CHUNK, MAX_BATCH, Operation, World
 
@@ -152,7 +152,7 @@ def check_rows(world: World) -> None:
 def _rows_of(world: World, layer: int) -> list[np.ndarray]:
     """All slots of a layer's pages."""
     pages = world.pages(layer)
-    if world.layers[layer] == MLA:
+    if is_latent(world.layers[layer]):
         return [pages.reshape(-1, world.shapes.latent_dim)]
     return [pages[:, plane].swapaxes(1, 2).reshape(-1, 1, world.shapes.dim) for plane in range(2)]
 
@@ -160,9 +160,9 @@ def _rows_of(world: World, layer: int) -> list[np.ndarray]:
 def check_readers(world: World, seq_id: int) -> None:
     """debug_get_kv of a sequence, and of what layers of a kind no longer have."""
     length = world.length(seq_id)
-    for is_mla in {layer == MLA for layer in world.layers}:
+    for is_mla in set(map(is_latent, world.layers)):
         read = world.cache.debug_get_kv_mla if is_mla else world.cache.debug_get_kv
-        layers = [i for i, each in enumerate(world.layers) if (each == MLA) == is_mla]
+        layers = [i for i, each in enumerate(world.layers) if is_latent(each) == is_mla]
         begin = max(world.first_position(seq_id, world.groups[layer]) for layer in layers)
         actual = read(seq_id, begin)
         actual = [x.numpy() for x in (actual if isinstance(actual, tuple) else [actual])]

@@ -11,7 +11,18 @@ from tir_kernels.codec import codec_of
 from .python_kernels import LAYER, MLA_LAYER
 
 NUM_QO_HEADS = 2
-MLA = "mla"  # a layer is this, or its window (0: none; -n: chunks of n positions)
+# A layer is its window (0: none; -n: chunks of n positions), or of MLA this and its window, if any.
+MLA = "mla"
+
+
+def is_latent(kind: int | str) -> bool:
+    """Whether a layer is one of MLA."""
+    return isinstance(kind, str)
+
+
+def window_of(kind: int | str) -> int:
+    """Return the window of a layer; negative for chunks."""
+    return int(kind.removeprefix(MLA) or 0) if isinstance(kind, str) else kind
 
 
 @dataclass(frozen=True)
@@ -39,10 +50,11 @@ class Shapes:
 
     def layer(self, kind: int | str) -> dict[str, Any]:
         """Fields of an MLA layer, or of a layer with a window."""
-        if kind == MLA:
+        window = window_of(kind)
+        if is_latent(kind):
             dims = {"qk_head_dim": self.latent_dim, "v_head_dim": self.v_dim}
-            return {**MLA_LAYER, **dims, "kernel_set": 1}
+            return {**MLA_LAYER, **dims, "kernel_set": 1, "window": window}
         heads = {"num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": self.dim}
-        name = "mha_sliding" if kind > 0 else "mha_chunked"
-        window = {"kind": name, "window": abs(kind)} if kind else {}
-        return {**LAYER, **heads, **window}
+        name = "mha_sliding" if window > 0 else "mha_chunked"
+        sliding = {"kind": name, "window": abs(window)} if window else {}
+        return {**LAYER, **heads, **sliding}

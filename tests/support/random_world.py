@@ -28,7 +28,7 @@ from .python_kernels import copy_pages, make_cache, share_every_prefix, view
 from .python_tree_kernels import MLA_KERNELS_WITH_TREES, kernels_with
 from .quantized_kernels import QuantizedLayer
 from .random_operation import KernelFails, Operation
-from .random_shapes import MLA, Shapes
+from .random_shapes import MLA, Shapes, is_latent, window_of
 from .random_state import state_of, without_reclaiming
 from .random_text import Text
 
@@ -43,7 +43,8 @@ class World(Text):
     ----------
     rng : numpy.random.Generator
     layers : sequence
-        Of each layer its window (0: none; -n: chunks of n positions), or `MLA`.
+        Of each layer its window (0: none; -n: chunks of n positions), or `MLA`, which a window may
+        follow.
     page_size : int
     mode : {"none", "normal", "inline"}, or one for each layer
         Rotation of the layers that are not MLA.
@@ -83,13 +84,14 @@ class World(Text):
         self.outputs: list = []  # with what they must be, to be compared when the host may wait
         self.rng, self.layers, self.page_size = rng, layers, page_size
         self.modes = [mode] * len(layers) if isinstance(mode, str) else list(mode)
-        mha_modes = [m for m, layer in zip(self.modes, layers, strict=True) if layer != MLA]
+        mha_modes = [m for m, layer in zip(self.modes, layers, strict=True) if not is_latent(layer)]
         self.shapes = Shapes.of(codec)
-        windows = [layer for layer in layers if layer != MLA]
+        windows = [layer for layer in layers if not is_latent(layer)]
+        latent_windows = [window_of(layer) for layer in layers if is_latent(layer)]
         # With windows long sequences are of interest.
-        self.max_total_tokens = num_pages * max(page_size, 4 if any(windows) else 1)
+        self.max_total_tokens = num_pages * max(page_size, 4 if any(map(window_of, layers)) else 1)
         self.kept = [
-            KeptPositions(0 if kind == MLA else kind, page_size) for kind in dict.fromkeys(layers)
+            KeptPositions(window_of(kind), page_size) for kind in dict.fromkeys(layers)
         ]
         self.quantized = {
             is_mla: QuantizedLayer(codec, self.shapes.layer(MLA if is_mla else 0), page_size)
@@ -101,7 +103,9 @@ class World(Text):
         self.mha = WindowedReferenceCache(
             len(windows), kv_dtype, self.rope, mha_modes, windows, softcap, [slopes] * len(windows)
         )
-        self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), kv_dtype)
+        self.mla = reference.ReferenceLatentCache(
+            len(latent_windows), kv_dtype, windows=latent_windows
+        )
         self.mla.v_width = self.shapes.v_dim
         self.references = [each for each in (self.mha, self.mla) if each.num_layers]
         self.importing: dict[int, Any] = {}
@@ -136,7 +140,7 @@ class World(Text):
 
     def _layer(self, index: int) -> dict:
         layer, mode = self.layers[index], MODES[self.modes[index]]
-        codec = self.quantized[layer == MLA].fields if self.quantized else {}
+        codec = self.quantized[is_latent(layer)].fields if self.quantized else {}
         return {**self.shapes.layer(layer), **codec, "rope_mode": mode}
 
     def _on_pages(self, is_mla: int, kernels: dict[str, Callable]) -> dict[str, Callable]:
@@ -173,17 +177,17 @@ class World(Text):
 
     def local(self, layer: int) -> int:
         """The layer's index in the reference of its kind."""
-        is_mla = self.layers[layer] == MLA
-        return sum((each == MLA) == is_mla for each in self.layers[:layer])
+        is_mla = is_latent(self.layers[layer])
+        return sum(is_latent(each) == is_mla for each in self.layers[:layer])
 
     def reference_of(self, layer: int) -> reference.ReferenceCache:
-        return self.mla if self.layers[layer] == MLA else self.mha
+        return self.mla if is_latent(self.layers[layer]) else self.mha
 
     def rows(self, seq_id: int, layer: int) -> tuple[np.ndarray, ...]:
         """K and V, or the latent rows, of the text, as the pages must hold them."""
         rows = self.reference_of(layer).sequences[seq_id][self.local(layer)]
         if rows is None:
-            is_mla = self.layers[layer] == MLA
+            is_mla = is_latent(self.layers[layer])
             empty = np.zeros(
                 (0, self.shapes.latent_dim) if is_mla else (0, 1, self.shapes.dim), np.float32
             )
@@ -207,7 +211,9 @@ class World(Text):
 
     def numbers(self, layer: int, pages: np.ndarray) -> np.ndarray:
         """Pages of a layer with rows of float32."""
-        return self.quantized[self.layers[layer] == MLA].numbers(pages) if self.quantized else pages
+        if not self.quantized:
+            return pages
+        return self.quantized[is_latent(self.layers[layer])].numbers(pages)
 
     def put(self, array: np.ndarray) -> Any:
         """Return a layer's input as a tensor that lives until the device has read it."""

@@ -91,7 +91,7 @@ class LatentTreePair(TreePair):
     is_split = False
 
     def layer_of(self, window: int) -> dict:
-        return MLA_LAYER
+        return {**MLA_LAYER, "window": window}
 
     def attend(self, layer: int, seq_ids, lengths) -> None:
         num_rows, has_trees = sum(lengths), any(self.expected.trees[i] for i in seq_ids)
@@ -124,7 +124,7 @@ PAIRS = {
     "global": lambda **fields: TreePair((0, 0), **fields),
     "mixed": lambda **fields: TreePair((0, 5, 0, 2), **fields),
     "sliding": lambda **fields: TreePair((3, 3), **fields),
-    "mla": lambda **fields: LatentTreePair((0, 0), **fields),
+    "mla": lambda **fields: LatentTreePair((0, 5), **fields),
 }
 parametrize_pair = pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
 

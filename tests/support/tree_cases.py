@@ -144,13 +144,15 @@ class LatentTrees(_Trees, LatentBatch):
 
     def __init__(self, spec: KernelSpec, trees, seed: int):
         super().__init__(spec, [(n, before + len(p)) for n, before, p in trees], seed)
-        self.k_offsets = [0] * len(trees)
+        self.k_offsets = np.array([7 * b for b in range(len(trees))], np.int32)
         self.plant([p for _, _, p in trees])
 
-    def run(self, cpu: str = "native") -> None:
-        """Run `mla_tree`."""
-        table = (self.page_indptr, self.page_values, self.last_page_len)
-        compiled("mla_tree", self.spec, cpu)(
+    def run(self, cpu: str = "native", window: int | None = None) -> None:
+        """Run `mla_tree`, or with a window `mla_tree_sliding`."""
+        table = [self.page_indptr, self.page_values, self.last_page_len]
+        table += [] if window is None else [self.k_offsets, self.q_positions]
+        name = "mla_tree" if window is None else "mla_tree_sliding"
+        compiled(name, self.spec, cpu)(
             *(
                 self.tensor(x)
                 for x in (self.q, self.q_indptr, pool_of(self.spec, self.pages), *table)
@@ -160,7 +162,7 @@ class LatentTrees(_Trees, LatentBatch):
             self.sm_scale,
             self.tensor(self.order_indptr),
             self.tensor(self.order),
-            *self.last_arguments(),
+            *self.last_arguments(window),
         )
 
     def kv(self, b: int):

@@ -24,6 +24,8 @@ BUILDERS: dict[str, Callable] = {
     "tree": prefill.tree,
     "tree_sliding": prefill.tree_sliding,
     "mla_prefill": prefill.mla_prefill,
+    "mla_prefill_sliding": prefill.mla_prefill_sliding,
     "mla_prefill_shared": shared.mla_prefill_shared,
     "mla_tree": prefill.mla_tree,
+    "mla_tree_sliding": prefill.mla_tree_sliding,
 }

@@ -80,7 +80,7 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         page_size=config.page_size,
         rope=RopeSpec(rotary_dim=0) if is_mla else rope_spec,
         target=vector_target(target),
-        kind="mha_sliding" if layer.kind in WINDOW_KINDS else layer.kind,  # which share kernels
+        kind=_kernel_kind(layer),
         logit_softcap=config.logit_softcap,
         alibi_slopes=layer.alibi,
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
@@ -90,6 +90,13 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         sink_logits=layer.sink_logits,
         spans=config.spans and layer.kind in MHA_KINDS,
     )
+
+
+def _kernel_kind(layer: ResolvedLayer) -> str:
+    """Return the kind of the layer's kernels. All windows share kernels, which take them."""
+    if layer.kind in WINDOW_KINDS:
+        return "mha_sliding"
+    return "mla_sliding" if layer.kind == "mla" and layer.window else layer.kind
 
 
 def _kernel_rope(config: ResolvedConfig, layer: ResolvedLayer) -> RopeConfig:

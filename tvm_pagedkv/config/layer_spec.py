@@ -33,7 +33,8 @@ class LayerSpec:
         which rows choose the positions that they list: `KVCache.index_top_k`. A "linear" layer
         keeps nothing; it is listed so that the other layers have the ids of the model.
     window : int, optional
-        Number of positions that a row of an "mha_sliding" layer sees, its own included. Rows of an
+        Number of positions that a row of an "mha_sliding" layer sees, its own included; a window
+        of an "mla" layer is the same, and None lets its rows see everything. Rows of an
         "mha_chunked" layer, as in Llama 4, see from the start of their chunk of `window` positions.
     num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
         For "mla", `qk_head_dim` is the width of a latent row, `v_head_dim` the number of its
@@ -51,7 +52,7 @@ class LayerSpec:
         keys, whose codec may be "int8" or "float8_e4m3fn".
     lists : bool
         Whether rows can attend to lists of positions, `KVCache.attention` with `positions`. For
-        "mha" and "mla".
+        "mha" and "mla", without a window.
     page_bounds : bool
         Whether the cache keeps bounds of K beside the pages, by which decode steps can attend to a
         part of them: `KVCache.attention` with `budget`. For "mha".
@@ -89,10 +90,10 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
-        if (self.kind in WINDOW_KINDS) != (self.window is not None):
+        if (self.kind in WINDOW_KINDS) != (self.window is not None) and self.kind != "mla":
             raise ValueError(
                 "layer.window is required for kinds 'mha_sliding' and 'mha_chunked' and invalid "
-                f"otherwise; got kind {self.kind!r} with window {self.window!r}"
+                f"otherwise, except for 'mla'; got kind {self.kind!r} with window {self.window!r}"
             )
         if self.window is not None:
             check_int("layer.window", self.window)
@@ -108,6 +109,10 @@ class LayerSpec:
             raise TypeError(f"layer.lists must be a bool, got {self.lists!r}")
         if self.lists and self.kind not in LIST_KINDS:
             raise ValueError(f"layer.lists is for kinds 'mha' and 'mla', not {self.kind!r}")
+        if self.lists and self.window is not None:
+            raise ValueError(
+                f"layer.lists is for layers that keep all positions; got window={self.window}"
+            )
         if not isinstance(self.page_bounds, bool):
             raise TypeError(f"layer.page_bounds must be a bool, got {self.page_bounds!r}")
         if self.page_bounds and self.kind != "mha":

@@ -55,6 +55,7 @@ class ListTiles:
 
     head = 0  # of K and V
     k_offset = 0
+    first_block = 0
     num_tokens = 1
 
     def __init__(self, spec: KernelSpec, a: PagedInputs):
@@ -129,7 +130,7 @@ def _attention_to_lists(spec: KernelSpec, by_blocks: bool):
         raise ValueError("attention to lists has no ALiBi")
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
-    is_latent = spec.kind == "mla"
+    is_latent = spec.is_latent
     ops = operands(spec, spec.kv_dtype) if is_latent else single_row_operands(spec)
     has_hadamard = spec.codec is not None and spec.codec.has_hadamard
     absent = {"positions"} if by_blocks else {"blocks", "block_size"}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Absorbed MLA attention over pages: one latent row per position serves all query heads."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tvm.script import tirx as T
@@ -8,7 +9,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
-from ...semantics.visibility import CausalMask
+from ...semantics.visibility import CausalMask, mask_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
@@ -19,6 +20,9 @@ from ..components.rotation import rotation_of
 from ..components.tree_mask import TokenTrees, TreeMask
 from ..conversion import require_half_conversion
 from .split_tiles import attend
+
+_TREE = {"tree_order_indptr", "tree_order"}
+_POSITIONS = {"k_rope_pos_offset", "q_rope_position"}  # by which windows count nodes of trees
 
 
 @T.meta_class
@@ -38,6 +42,8 @@ class SequenceTiles:
         Positions of the sequence, and the first one that no token sees.
     first_page, last_page : int32 expressions
         The entries of the sequence in the page table.
+    first_block : int32 expression
+        The block of positions that the first token begins to see in.
     before, cost : int64 expressions
         The cost of the tiles before this one, and its own; see `TileSplits`. One that sees nothing
         costs one block.
@@ -54,6 +60,7 @@ class SequenceTiles:
         self.first_row, self.num_sequence_rows = (T.local_scalar("int32") for _ in range(2))
         self.first_token, self.num_tokens = (T.local_scalar("int32") for _ in range(2))
         self.num_rows, self.max_tokens = (T.local_scalar("int32") for _ in range(2))
+        self.first_block = T.local_scalar("int32") if self.mask.has_window else 0
         self.before, self.cost = (T.local_scalar("int64") for _ in range(2))
 
     @inline
@@ -84,7 +91,9 @@ class SequenceTiles:
         self.num_tokens = T.min(self.max_tokens, self.num_sequence_rows - self.first_token)
         self.num_rows = self.num_tokens * self.spec.num_qo_heads
         self.end = self.end_of(self.num_rows - 1)
-        num_blocks = T.max((self.end + POSITIONS - 1) // POSITIONS, 1)
+        if self.mask.has_window:
+            self.first_block = T.min(self.begin_of(0), self.end) // POSITIONS
+        num_blocks = T.max((self.end + POSITIONS - 1) // POSITIONS - self.first_block, 1)
         self.cost = T.cast(num_blocks, "int64") * self.num_tokens
 
     @inline
@@ -103,6 +112,11 @@ class SequenceTiles:
         """The first position that a row of the tile does not see."""
         token = self.first_token + row // self.spec.num_qo_heads
         return self.mask.end(token, self.num_sequence_rows, self.kv_len)
+
+    def begin_of(self, row):
+        """The first position that a row of the tile sees, where the mask has a window."""
+        token = self.first_token + row // self.spec.num_qo_heads
+        return self.mask.begin(token, self.num_sequence_rows, self.kv_len)
 
     def own(self, row):
         """The column of a row of the tile itself."""
@@ -125,16 +139,36 @@ def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     masks without a window, made of the argument `causal`.
     """
     if mask.has_window:
-        raise ValueError(f"MLA layers have no window, but {mask.__name__} has one")
-    return _mla_prefill(spec, {"tree_order_indptr", "tree_order"}, mask)
+        raise ValueError(f"the kernel takes no window, but {mask.__name__} has one")
+    return _mla_prefill(spec, _TREE | _POSITIONS | {"window"}, lambda a: mask(a.causal))
+
+
+def mla_prefill_sliding(spec: KernelSpec):
+    """Build `mla_prefill` of layers with a window: a row sees the last `window` positions.
+
+    Its own position is one of them. The rows of a sequence are the last positions of its pages, or
+    follow them where `causal` is 0. Columns are counted from the first slot of the page table,
+    which may begin anywhere in the sequence.
+    """
+    return _mla_prefill(spec, _TREE | _POSITIONS, mask_of)
 
 
 def mla_tree(spec: KernelSpec):
     """Build the kernel `mla_tree`: new nodes of token trees see their ancestors and themselves."""
-    return _mla_prefill(spec, {"causal"}, CausalMask)
+    return _mla_prefill(spec, {"causal", "window"} | _POSITIONS, _causal_mask)
 
 
-def _mla_prefill(spec: KernelSpec, absent: set[str], mask_class: type):
+def mla_tree_sliding(spec: KernelSpec):
+    """Build `mla_tree` of layers with a window; rows see what they see in `tree_paged_sliding`."""
+    return _mla_prefill(spec, {"causal"}, _causal_mask)
+
+
+def _causal_mask(a: PagedInputs) -> CausalMask:
+    """Return the bounds of tree nodes; `TreeMask` knows more."""
+    return CausalMask(T.int32(1))
+
+
+def _mla_prefill(spec: KernelSpec, absent: set[str], make_bounds: Callable):
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
@@ -148,17 +182,20 @@ def _mla_prefill(spec: KernelSpec, absent: set[str], mask_class: type):
         page_indptr: T.handle,
         page_values: T.handle,
         length_info: T.handle,
+        k_rope_pos_offset: T.handle,
+        q_rope_position: T.handle,
         o: T.handle,
         lse: T.handle,
         causal: T.int32,
         sm_scale: T.float32,
         tree_order_indptr: T.handle,
         tree_order: T.handle,
+        window: T.int32,
         sink_logits: T.handle,
     ):
         T.func_attr(attributes(spec))
         batch_size, num_rows, num_pages, num_entries, num_nodes = sizes(5)
-        a = T.meta_var(
+        matched = T.meta_var(
             PagedInputs(
                 batch_size=batch_size,
                 q=match_rows(q, num_rows, num_heads, qk_dim),
@@ -167,15 +204,19 @@ def _mla_prefill(spec: KernelSpec, absent: set[str], mask_class: type):
                 page_indptr=match_int32(page_indptr, batch_size + 1),
                 page_values=match_int32(page_values, num_entries),
                 length_info=match_int32(length_info, batch_size),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, num_rows),
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
+                causal=causal,
                 sm_scale=sm_scale,
                 tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
                 tree_order=match_int32(tree_order, num_nodes, 2),
+                window=window,
                 sink_logits=match_float32(sink_logits, num_heads),
-                mask=mask_class(T.int32(1) if causal is None else causal),
             )
         )
+        a = T.meta_var(replace(matched, mask=make_bounds(matched)))
         ready = T.meta_var(replace(a, pages=view_pages(a.pages, spec), rope=rotation_of(spec, a)))
         trees = T.meta_var(None if tree_order is None else TokenTrees(spec, a))
         if trees is not None:

@@ -46,6 +46,8 @@ class SegmentTiles:
         The cost of the tiles before this one, and its own; see `TileSplits`.
     """
 
+    first_block = 0
+
     def __init__(self, spec: KernelSpec, a: SharedInputs):
         self.spec, self.a, self.tile_tokens = spec, a, tile_tokens(spec)
         self.segment, self.kv_len, self.k_offset = (T.local_scalar("int32") for _ in range(3))

@@ -63,7 +63,7 @@ def attend(
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
             tile, split = tiles(spec, a), Split(splits)
             table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
-            paged = T.meta_var(LatentRows if spec.kind == "mla" else PagedRows)
+            paged = T.meta_var(LatentRows if spec.is_latent else PagedRows)
             rows = T.meta_var((kind or paged)(spec, a.pages, *table, head=tile.head))
             factor = a.sm_scale * T.float32(LOG2E)
             ops.begin_task()
@@ -93,6 +93,9 @@ def attend(
                 num_seen = T.min(POSITIONS, tile.end_of(last_row) - first)
                 if num_seen > 0:
                     num_shared = T.max(mask.shared_end(tile.end_of(block.first_row)) - first, 0)
+                    if mask.has_window:  # later rows may not see the first positions
+                        if first < seen.last_begin(tile, last_row):
+                            num_shared = 0
                     softmax.score(queries, kv, block, first, tile.k_offset, num_seen)
                     if num_shared < POSITIONS:
                         softmax.hide(block, first, num_shared, num_seen, seen)
@@ -119,14 +122,19 @@ def attend(
                             seen.load(vector, tile)
                         softmax.reset(vector)
                         sums.clear(vector)
-                    last_block = T.min(split.last_block, (tile.end + POSITIONS - 1) // POSITIONS)
+                    num_blocks = (tile.end + POSITIONS - 1) // POSITIONS - tile.first_block
+                    last_block = T.min(split.last_block, num_blocks)
                     for i in range(split.first_block, T.max(last_block, split.first_block)):
-                        first = i * POSITIONS
+                        first = (tile.first_block + i) * POSITIONS
                         if mask is not None:
                             mask.begin_tile(first, a.rope)
                         kv.pack(first, tile.end, a.rope, tile.k_offset)
                         if mask is not None:
-                            kv.look(mask.shared_end(tile.end_of(0)) - first, tile.end - first)
+                            num_shared = mask.shared_end(tile.end_of(0)) - first
+                            if mask.has_window:
+                                if first < seen.last_begin(tile, tile.num_rows - 1):
+                                    num_shared = 0
+                            kv.look(num_shared, tile.end - first)
                         for index in range(blocks.count):
                             if index < blocks.num_wide:
                                 attend_to(blocks.wide(index), first)

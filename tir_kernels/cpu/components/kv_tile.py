@@ -51,7 +51,7 @@ class KvTile:
     def __init__(self, spec: KernelSpec, ops, rows):
         self.spec, self.ops, self.rows, self.lanes = spec, ops, rows, ops.lanes
         self.depth, self.width = spec.qk_head_dim // ops.numbers, spec.v_head_dim
-        is_latent = spec.kind == "mla"
+        is_latent = spec.is_latent
         self.is_in_k = is_latent and ops.numbers == 1
         # Register tiles take up to 16 columns side by side: of one vector, or they are not split.
         can_split = ops.numbers == 2 and self.lanes >= 16
@@ -204,7 +204,7 @@ class KvTile:
         depth = POSITIONS // self.ops.numbers if is_v else self.depth
         # The positions of one product lie side by side in a page.
         count = next_power_of_two(-(-POSITIONS // num_products))
-        if count > min(POSITIONS, spec.page_size) or (is_v and spec.kind == "mla"):
+        if count > min(POSITIONS, spec.page_size) or (is_v and spec.is_latent):
             return None
         per_line = elements_per_line(dtype)
         per_step = -(-count * width // (per_line * (depth // UNROLL)))

@@ -194,7 +194,7 @@ class LaneQueries:
 
 @T.meta_class
 class LaneMask:
-    """Which positions the rows of a tile see: by a number of each row.
+    """Which positions the rows of a tile see: by a number of each row, and with a window by two.
 
     Parameters
     ----------
@@ -207,6 +207,7 @@ class LaneMask:
         self.is_tree = isinstance(mask, TreeMask)
         num_rows = -(-max_rows // lanes) * lanes
         self.numbers = T.alloc_buffer((num_rows,), "int32")
+        self.begins = T.alloc_buffer((num_rows,), "int32") if mask.has_window else None
         self.own = None if mask.sees is None else T.alloc_buffer((num_rows,), "int32")
 
     @inline
@@ -215,20 +216,38 @@ class LaneMask:
         for i in range(self.lanes):
             row = T.meta_var(T.min(vector * self.lanes + i, tile.num_rows - 1))
             end = tile.end_of(row)
-            self.numbers[vector * self.lanes + i] = (
-                self.mask.row(end)[0] if self.is_tree else end - 1
+            number, begin = T.meta_var(
+                self.mask.row(end)
+                if self.is_tree
+                else (end - 1, tile.begin_of(row) if self.mask.has_window else None)
             )
+            self.numbers[vector * self.lanes + i] = number
+            if self.begins is not None:
+                self.begins[vector * self.lanes + i] = begin
             if self.own is not None:
                 self.own[vector * self.lanes + i] = tile.own(row)
 
     def visible(self, first, position, row):
         """Whether the rows of a vector, from `row` on, see a position of the tile at `first`."""
         number = load(self.numbers, (row,), self.lanes, "int32")
-        if not self.is_tree:
-            column = broadcast(first + position, self.lanes)
-            if self.own is None:
-                return column <= number
+        column = first + position
+        if self.is_tree:
+            low, high = (
+                broadcast(x[position], self.lanes) for x in (self.mask.low, self.mask.high)
+            )
+            seen = T.And(low <= number, number < high)
+            if self.begins is not None:  # windows count nodes by their depths
+                column = first + self.mask.offset[position]
+        else:
+            seen = broadcast(column, self.lanes) <= number
+        if self.begins is not None:
+            begins = load(self.begins, (row,), self.lanes, "int32")
+            seen = T.And(seen, broadcast(column, self.lanes) >= begins)
+        if self.own is not None:
             own = load(self.own, (row,), self.lanes, "int32")
-            return T.And(column <= number, self.mask.sees(own, column, self.lanes))
-        low, high = (broadcast(x[position], self.lanes) for x in (self.mask.low, self.mask.high))
-        return T.And(low <= number, number < high)
+            seen = T.And(seen, self.mask.sees(own, broadcast(column, self.lanes), self.lanes))
+        return seen
+
+    def last_begin(self, tile, row):
+        """Return the position from which on every row up to `row` of a tile sees, with a window."""
+        return self.mask.shared_begin(0 if self.is_tree else tile.begin_of(row))

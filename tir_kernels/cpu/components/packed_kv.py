@@ -53,7 +53,7 @@ class PackedKv:
         self.next_end = T.local_scalar("int32")
         self.rows_per_product = T.local_scalar("int32")
         # Rows of the next tile; those of V are a part of K's with MLA.
-        self.num_prefetched = POSITIONS if spec.kind == "mla" else 2 * POSITIONS
+        self.num_prefetched = POSITIONS if spec.is_latent else 2 * POSITIONS
 
     @inline
     def begin_task(self):

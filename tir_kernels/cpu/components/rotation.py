@@ -13,4 +13,4 @@ def rotation_of(spec: KernelSpec, a: AttentionInputs) -> InlineRope | HadamardRo
     """Choose by the spec and by where K lies."""
     if isinstance(a, PagedInputs) and spec.codec and spec.codec.has_hadamard:
         return HadamardRotation(spec, a)
-    return NoRotation() if spec.kind == "mla" else InlineRope(spec, a)
+    return NoRotation() if spec.is_latent else InlineRope(spec, a)

@@ -26,7 +26,8 @@ from .query_tiles import Batch, attend, attend_with_one
 TREE_ROWS = 64  # of a block: trees have few nodes, and their masks take registers
 
 _TREE = ("tree_order_indptr", "tree_order")
-_ROTATION = ("k_rope_pos_offset", "q_rope_position", "rotary_mode", "rope_scale", "rope_theta")
+_POSITIONS = ("k_rope_pos_offset", "q_rope_position")
+_ROTATION = ("rotary_mode", "rope_scale", "rope_theta")
 
 
 def visible_columns(a: AttentionInputs) -> CausalMask:
@@ -53,7 +54,7 @@ def batch_of_pages(spec: KernelSpec, a: PagedInputs) -> Batch:
     )
 
     def make_work(tiling: Tiling) -> FixedWork | BalancedWork:
-        if spec.kind == "mla" and a.tree_order is None:
+        if spec.is_latent and a.window is None and a.tree_order is None:
             return BalancedWork(spec, tiling, a, items, is_continued=False)
         return FixedWork(spec, tiling, a, items, as_count(a.page_values.shape[0]) * spec.page_size)
 
@@ -305,9 +306,20 @@ def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     A latent row is K, and its first columns are V, so a tile of it is copied once and multiplied
     twice. All query heads are rows of a tile. `mask` is a class of masks, made of `causal`.
     """
-    return over_pages(spec, (*_ROTATION, *_TREE, "window", "row_reach"), mask=mask)
+    return over_pages(spec, (*_POSITIONS, *_ROTATION, *_TREE, "window", "row_reach"), mask=mask)
+
+
+def mla_prefill_sliding(spec: KernelSpec):
+    """`mla_prefill` of layers with a window; rows see what they see in `prefill_sliding`."""
+    return over_pages(spec, (*_POSITIONS, *_ROTATION, *_TREE, "row_reach"))
 
 
 def mla_tree(spec: KernelSpec):
     """Absorbed attention of new tree nodes; rows see what they see in `tree_paged`."""
-    return over_pages(spec, (*_ROTATION, "causal", "window", "row_reach"), max_rows=TREE_ROWS)
+    absent = *_POSITIONS, *_ROTATION, "causal", "window", "row_reach"
+    return over_pages(spec, absent, max_rows=TREE_ROWS)
+
+
+def mla_tree_sliding(spec: KernelSpec):
+    """`mla_tree` of layers with a window; rows see what they see in `tree_paged_sliding`."""
+    return over_pages(spec, (*_ROTATION, "causal", "row_reach"), max_rows=TREE_ROWS)

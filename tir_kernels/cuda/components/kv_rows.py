@@ -109,7 +109,7 @@ class QuantizedRows(PagedRows):
 
     def _row(self, plane, position):
         """Rows of a page before one."""
-        head = 0 if self.spec.kind == "mla" else plane * self.spec.num_kv_heads + self.head
+        head = 0 if self.spec.is_latent else plane * self.spec.num_kv_heads + self.head
         return head * self.spec.page_size + self._slot(position)
 
     def _byte_pointer(self, i, byte):
@@ -135,14 +135,14 @@ class QuantizedRows(PagedRows):
 
     def scale_shift(self, plane, position):
         """Bytes from the first word of the scales of a row to its first scale."""
-        head = 0 if self.spec.kind == "mla" else self.head
+        head = 0 if self.spec.is_latent else self.head
         row = (plane * self.spec.num_kv_heads + head) * self.spec.page_size + self._slot(position)
         return T.truncmod(row * len(self.pages.groups), 2) * 2 if self.may_shift else 0
 
 
 def paged_rows(spec: KernelSpec, pages, page_values, rows_per_thread: int) -> PagedRows:
     """Make the component for a spec's pages; the arguments are those of `PagedRows`."""
-    kind = LatentRows if spec.kind == "mla" else PagedRows
+    kind = LatentRows if spec.is_latent else PagedRows
     kind = QuantizedRows if spec.codec else kind
     return kind(spec, pages, page_values, rows_per_thread)
 

@@ -48,7 +48,7 @@ class CodeTiling:
             qk_head_dim=spec.qk_head_dim,
             v_head_dim=spec.v_head_dim,
             columns=columns,
-            is_latent=spec.kind == "mla",
+            is_latent=spec.is_latent,
         )
 
     @property

@@ -220,7 +220,7 @@ class Tiling(BlockTiling):
                 rows=rows,
                 warp_rows=warp_rows,
                 positions=positions,
-                is_latent=spec.kind == "mla",
+                is_latent=spec.is_latent,
                 **widths,
             )
             has_registers = warp_rows * tiling.columns <= MAX_SUMS or positions <= 32
@@ -239,7 +239,7 @@ class Tiling(BlockTiling):
         if spec.has_two_widths:  # beside two views of pages, 32 rows of a warp spilled
             max_rows = min(max_rows, MAX_ROWS // 2)
         found = [Tiling.of(spec, kv_dtype, max_rows)]
-        if spec.kind == "mla" and found[0].is_tensor:
+        if spec.is_latent and found[0].is_tensor:
             for max_bytes in LARGE_SHARED_BYTES:
                 tiling = Tiling.of(spec, kv_dtype, max_rows, max_bytes)
                 if tiling.rows > found[0].rows:

@@ -150,7 +150,7 @@ void CheckpointReader::ImportRows(int64_t sequence_id, int64_t layer_index, ffi:
   std::vector<int32_t> slots;
   for (int64_t page : NextPages(import, layer_index, num_rows / page_size)) {
     for (int64_t i = 0; i < page_size; ++i) {
-      slots.push_back(static_cast<int32_t>(page * page_size + i));
+      slots.push_back(page < 0 ? -1 : static_cast<int32_t>(page * page_size + i));
     }
   }
   const StreamOrder::Call on_stream(&step_->stream_order());

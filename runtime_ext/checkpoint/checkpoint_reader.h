@@ -52,7 +52,7 @@ class CheckpointReader {
   void Finish(int64_t sequence_id);
 
  private:
-  /*! \brief The ids of the next num_pages pages of a page group. */
+  /*! \brief The ids of the next num_pages pages of a page group; -1 for those left out. */
   std::vector<int64_t> NextPages(const SequenceImport& import, int64_t page_group,
                                  int64_t num_pages) const;
   ImportedSequence ImportedFrom(int64_t sequence_id, const std::string& metadata) const;

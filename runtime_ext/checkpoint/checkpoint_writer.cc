@@ -5,6 +5,7 @@
  */
 #include "checkpoint/checkpoint_writer.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "base/error.h"
@@ -13,7 +14,7 @@
 namespace pagedkv {
 
 // Whatever Sequence gains must pass through this and CheckpointReader::ImportedFrom.
-SequenceState CheckpointWriter::StateOf(const Sequence& sequence) const {
+SequenceState CheckpointWriter::StateOf(const Sequence& sequence, bool with_history) const {
   if (sequence.receive != nullptr) {
     Raise(kValueError, "sequence ", sequence.id, " is receiving positions from ",
           sequence.receive->begin, " on; a checkpoint needs them received first");
@@ -30,30 +31,54 @@ SequenceState CheckpointWriter::StateOf(const Sequence& sequence) const {
   RequireWritten(sequence, sequence.length, "be saved");
   SequenceState state{sequence.length, {}, {}};
   for (const PageGroup& group : page_groups_.groups()) {
+    int64_t end_page = table_.geometry().PagesFor(sequence.length);
     if (group.has_states) {
       const SequenceStates& states = sequence.states[group.layer->state_group];
-      state.first_pages.push_back(states.first_page);
+      end_page = states.end_page();
       state.state_lengths.push_back(states.length);
-    } else {
-      state.first_pages.push_back(sequence.first_pages[group.pool]);
     }
+    const auto num_pages = static_cast<int64_t>(PagesOf(sequence, group, with_history).size());
+    state.first_pages.push_back(end_page - num_pages);
   }
   return state;
 }
 
-std::string CheckpointWriter::Metadata(int64_t sequence_id) const {
+std::vector<int64_t> CheckpointWriter::PagesOf(const Sequence& sequence, const PageGroup& group,
+                                               bool with_history) const {
+  std::vector<int64_t> pages;
+  if (with_history) {
+    const PagePool& pool = table_.pool(group.pool);
+    const PageHistory& history = group.HistoryOf(sequence);
+    for (int64_t distance = 1; history.Find(distance, pool) >= 0; ++distance) {
+      pages.push_back(history.Find(distance, pool));
+    }
+    std::reverse(pages.begin(), pages.end());
+  }
+  const std::vector<int32_t>& held = group.PagesOf(sequence);
+  pages.insert(pages.end(), held.begin(), held.end());
+  return pages;
+}
+
+std::string CheckpointWriter::MetadataWith(int64_t sequence_id, bool with_history) const {
   step_->phase().RequireIdle("get_checkpoint_metadata");
-  return WriteMetadata(page_groups_.layout(), sequence_id, StateOf(table_.At(sequence_id)));
+  return WriteMetadata(page_groups_.layout(), sequence_id,
+                       StateOf(table_.At(sequence_id), with_history));
+}
+
+std::vector<int64_t> CheckpointWriter::PagesWith(int64_t sequence_id, int64_t page_group,
+                                                 bool with_history) const {
+  step_->phase().RequireIdle("checkpoint_pages");
+  const Sequence& sequence = table_.At(sequence_id);
+  return PagesOf(sequence, page_groups_.At(page_group, "page group"), with_history);
 }
 
 void CheckpointWriter::ExportPageGroup(int64_t sequence_id, int64_t page_group,
                                        ffi::Tensor out) const {
   step_->phase().RequireIdle("export_page_group");
   const Sequence& sequence = table_.At(sequence_id);
-  StateOf(sequence);  // throws where there is no checkpoint of it
+  StateOf(sequence, /*with_history=*/false);  // throws where there is no checkpoint of it
   const PageGroup& group = page_groups_.At(page_group, "page group");
-  const std::vector<int32_t>& ids = group.PagesOf(sequence);
-  const std::vector<int64_t> pages(ids.begin(), ids.end());
+  const std::vector<int64_t> pages = PagesOf(sequence, group, /*with_history=*/false);
   page_groups_.CheckTensor("out", out, page_group, static_cast<int64_t>(pages.size()));
   const int64_t page_size = table_.page_size();
   std::vector<int64_t> num_slots(pages.size(), page_size);

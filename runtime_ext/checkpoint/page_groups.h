@@ -25,6 +25,10 @@ struct PageGroup {
   int32_t pool;  // of the SequenceTable
   bool has_states;
 
+  /*! \brief The pages that a window has left behind, or the states before those that are kept. */
+  const PageHistory& HistoryOf(const Sequence& sequence) const {
+    return has_states ? sequence.states[layer->state_group].history : sequence.histories[pool];
+  }
   /*! \brief The pages of a sequence, in order of position. */
   const std::vector<int32_t>& PagesOf(const Sequence& sequence) const {
     return has_states ? sequence.states[layer->state_group].pages : sequence.pages[pool];

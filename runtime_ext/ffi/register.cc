@@ -134,6 +134,8 @@ constexpr CacheName kOwnNames[] = {
     {"check_integrity", Method<&Inspector::CheckIntegrity>()},
     {"debug_set_kv", Method<&DebugKV::Set>()},
     {"debug_set_kv_mla", Method<&DebugKV::SetMLA>()},
+    {"checkpoint_metadata", Method<&CheckpointWriter::MetadataWith>()},
+    {"checkpoint_pages", Method<&CheckpointWriter::PagesWith>()},
     {"export_pages", Method<&CheckpointWriter::ExportPages>()},
     {"prepare_imports", Method<&CheckpointReader::PrepareMany>()},
     {"import_pages", Method<&CheckpointReader::ImportPages>()},

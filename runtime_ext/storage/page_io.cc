@@ -21,11 +21,14 @@ ffi::Tensor HostBytes(int64_t num_bytes, char value) {
   return bytes;
 }
 
-/*! \brief Calls copy(begin, count) for every run of pages with consecutive ids. */
+/*! \brief Calls copy(begin, count) for every run of pages with consecutive ids; those with a
+ * negative one are left out. */
 template <typename Copy>
 void ForEachRun(const std::vector<int64_t>& pages, Copy copy) {
   for (size_t begin = 0, end; begin < pages.size(); begin = end) {
-    for (end = begin + 1; end < pages.size() && pages[end] == pages[end - 1] + 1;) ++end;
+    end = begin + 1;
+    if (pages[begin] < 0) continue;
+    while (end < pages.size() && pages[end] == pages[end - 1] + 1) ++end;
     copy(begin, end - begin);
   }
 }

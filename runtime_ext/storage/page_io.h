@@ -24,7 +24,8 @@ namespace pagedkv {
 void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
                const std::vector<int64_t>& num_slots, const ffi::Tensor& out);
 
-/*! \brief Copies the contiguous tensor `data` to pages. Host memory may be reused on return. */
+/*! \brief Copies the contiguous tensor `data` to pages, but not to those with a negative id. Host
+ * memory may be reused on return. */
 void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
                 const ffi::Tensor& data);
 

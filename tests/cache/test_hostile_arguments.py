@@ -102,6 +102,7 @@ NEW_LATENT_ROWS = tensor(1, 3, 24, free_axis=1, any_host=True, is_read=True)
 PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, any_host=True)  # both pages of sequence 0
 SOME_PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, free_axis=1, any_host=True)
 ROWS_OF_PAGES = tensor(8, 2, 8, is_read=True)  # of both pages of sequence 0
+WITH_HISTORY = Kind(lambda: True, {})
 PAGES = shape((0, 1), outside=(0, 16), negative=(-1, 0), wide=(WIDE, 1), one=(0,), none=())
 SLOTS = shape((4, 2), many=(4, 5), negative=(4, -1), wide=(WIDE + 4, 2), one=(4,), none=())
 NEW_SEQS = shape((IMPORTED,), taken=(0,), none=(), two=(IMPORTED, IMPORTED + 1))
@@ -240,6 +241,8 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "attention_with_sinks": ("step", [LAYER, SCALE, QKV, SINKS, OUT]),
     OWN + "attention_with_shared_kv_and_sinks": ("step", [LAYER, SCALE, Q, K, K, SINKS, OUT]),
     **{OWN + name: line for name, line in LIST_FUNCTIONS.items()},
+    OWN + "checkpoint_metadata": ("idle", [SEQ, WITH_HISTORY]),
+    OWN + "checkpoint_pages": ("idle", [SEQ, GROUP, WITH_HISTORY]),
     OWN + "export_pages": ("idle", [GROUP, PAGES, SLOTS, PAGES_OF_MHA]),
     OWN + "prepare_imports": ("idle", [NEW_SEQS, array_of(metadata, BAD_METADATA), PAGE_NUMBERS]),
     OWN + "import_pages": ("import", [IMPORTED_SEQ, GROUP, SOME_PAGES_OF_MHA]),

@@ -101,9 +101,10 @@ def test_the_pages_kept_must_fit_the_window():
     """Consistent metadata of a sequence that this window cannot have left behind."""
     source = fed_in_chunks("sliding", (20, 20))
     metadata = json.loads(export(source.cache, 3)[0])
-    # 40 positions with a window of 6: the next row sees 35, and from 19 on must be kept.
+    # 40 positions with a window of 6: the next row sees 35. From 19 on are kept; what comes before
+    # is for pops that reach further back.
     assert metadata["groups"][0]["first_position"] == 16
-    for first, is_right in ((12, False), (16, True), (32, True), (36, False)):
+    for first, is_right in ((0, True), (12, True), (16, True), (32, True), (36, False)):
         changed = json.loads(json.dumps(metadata))
         for group in changed["groups"]:
             num_pages = 10 - first // 4
@@ -114,8 +115,9 @@ def test_the_pages_kept_must_fit_the_window():
         if is_right:
             restore(target.cache, 3, (json.dumps(changed), empty_groups(json.dumps(changed))))
             target.cache.check_integrity()
+            assert target.cache.first_position(3) == max(first, 16)
             continue
-        with pytest.raises(ValueError, match="from position 16 to 32 on"):
+        with pytest.raises(ValueError, match="from position 32 or an earlier one on"):
             call("prepare_import", target.cache, 3, json.dumps(changed))
     changed["groups"][0] = metadata["groups"][0]
     with pytest.raises(ValueError, match="must have the same first_position"):

@@ -82,9 +82,66 @@ def test_a_loaded_sequence_has_the_bits_of_the_original(tmp_path):
             outputs(world, lengths, salt), outputs(other, lengths, salt), strict=True
         ):
             assert np.array_equal(ours, theirs), lengths
-    with pytest.raises(ValueError, match="cannot pop sequence 0"):
-        other.cache.pop_n(0, 40)  # what was given up is not in the file
     other.cache.check_integrity()
+
+
+def grown(length: int, **options) -> World:
+    """A sequence 0 of some tokens, in steps."""
+    world = World(4, "bfloat16", checkpoint_tokens=8, **options)
+    world.cache.add_sequence(0)
+    for begin in range(0, length, 17):
+        outputs(world, {0: min(17, length - begin)}, begin)
+    world.texts[0] = Text([0] * length)
+    return world
+
+
+@pytest.mark.parametrize("position", [0, 3, 8, 21, 40])
+def test_pops_after_a_load_reach_as_far_as_before(tmp_path, position):
+    world = grown(61)
+    other = saved(world, tmp_path / "x", 4, checkpoint_tokens=8)
+    for each in (world, other):
+        each.cache.fork_sequence(0, 1, position)
+        each.cache.pop_n(0, 61 - position)
+        each.cache.check_integrity()
+    for lengths in ({0: 1, 1: 5}, {1: 1, 0: 9}):
+        for ours, theirs in zip(
+            outputs(world, lengths, 1), outputs(other, lengths, 1), strict=True
+        ):
+            assert np.array_equal(ours, theirs)
+
+
+def test_a_file_without_history_is_smaller_and_pops_16_positions(tmp_path):
+    world, other = grown(61), World(4, "bfloat16", checkpoint_tokens=8)
+    world.cache.save(tmp_path / "all", [0])
+    world.cache.save(tmp_path / "few", [0], history=False)
+    sizes = [(tmp_path / name).stat().st_size for name in ("all", "few")]
+    assert sizes[1] < 0.7 * sizes[0]
+    assert other.cache.load(tmp_path / "few") == [0]
+    with pytest.raises(ValueError, match="cannot pop sequence 0 .* did not come with .* a file"):
+        other.cache.pop_n(0, 40)
+    for each in (world, other):
+        each.cache.pop_n(0, POPPABLE)
+    for ours, theirs in zip(outputs(world, {0: 3}, 1), outputs(other, {0: 3}, 1), strict=True):
+        assert np.array_equal(ours, theirs)
+    with pytest.raises(TypeError, match="history must be a bool"):
+        world.cache.save(tmp_path / "few", [0], history=1)
+
+
+def test_history_that_does_not_fit_is_left_out(tmp_path):
+    """A cache with fewer pages for ingredients takes the last ones."""
+    world = grown(61)
+    world.cache.save(tmp_path / "x", [0])
+    small = World(4, "bfloat16", checkpoint_tokens=8, history_tokens=8)
+    small.config = replace(small.config, max_num_sequences=1, prefill_chunk_size=16)
+    small.cache = pkv.create(small.config)
+    assert small.cache.load(tmp_path / "x") == [0]
+    small.cache.check_integrity()
+    with pytest.raises(ValueError, match="cannot pop sequence 0"):
+        small.cache.pop_n(0, 60)
+    for each in (world, small):
+        each.cache.pop_n(0, 24)
+    for ours, theirs in zip(outputs(world, {0: 3}, 1), outputs(small, {0: 3}, 1), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_page_groups_of_states_by_hand():

@@ -29,19 +29,24 @@ def sharing(cache) -> list[tuple[int, int]]:
     return [(g["num_used_pages"], g["num_shared_pages"]) for g in cache.stats()["groups"]]
 
 
+@pytest.mark.parametrize("history", [True, False], ids=["history", "no history"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("kind", list(LAYERS))
-def test_sequences_come_back_and_go_on(kind, page_size, tmp_path):
+def test_sequences_come_back_and_go_on(kind, page_size, history, tmp_path):
     fields = {"page_size": page_size}
     source, target = forked(kind, **fields), Fed(kind, 5, **fields, max_total_tokens=320)
     path = tmp_path / "a.safetensors"
-    source.cache.save(path)
+    source.cache.save(path, history=history)
     assert target.cache.load(path) == [-1, 3, 4, 5, 6]
-    assert sharing(target.cache) == sharing(source.cache)
+    pages = np.array(sharing(source.cache)), np.array(sharing(target.cache))
+    if history:  # what a pop has left of 16 positions that can be popped becomes 16 again
+        assert (pages[0] <= pages[1]).all()
+    else:
+        np.testing.assert_array_equal(*pages)
     for seq_id, rows in source.rows.items():
         target.rows[seq_id] = list(rows)
         target.check(seq_id)
-    target.cache.save(tmp_path / "b.safetensors")
+    target.cache.save(tmp_path / "b.safetensors", history=history)
     assert (tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
     for each in (source, target):
         each.pop(4, 3)

@@ -25,7 +25,7 @@ from ..support.python_tree_kernels import KERNELS_WITH_TREES
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("saved") / "x"
-    forked("all").cache.save(path)
+    forked("all").cache.save(path, history=False)
     return path.read_bytes()
 
 

@@ -90,9 +90,7 @@ class World(Text):
         latent_windows = [window_of(layer) for layer in layers if is_latent(layer)]
         # With windows long sequences are of interest.
         self.max_total_tokens = num_pages * max(page_size, 4 if any(map(window_of, layers)) else 1)
-        self.kept = [
-            KeptPositions(window_of(kind), page_size) for kind in dict.fromkeys(layers)
-        ]
+        self.kept = [KeptPositions(window_of(kind), page_size) for kind in dict.fromkeys(layers)]
         self.quantized = {
             is_mla: QuantizedLayer(codec, self.shapes.layer(MLA if is_mla else 0), page_size)
             for is_mla in (False, True)

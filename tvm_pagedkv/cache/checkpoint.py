@@ -48,15 +48,24 @@ _digest = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
 
 
 def save(
-    cache: CacheInspection, path: str | os.PathLike, seq_ids: Iterable[int] | None = None
+    cache: CacheInspection,
+    path: str | os.PathLike,
+    seq_ids: Iterable[int] | None = None,
+    *,
+    history: bool = True,
 ) -> None:
     """`KVCache.save`."""
     path = Path(path)
     seq_ids = cache.sequence_ids() if seq_ids is None else _ids(seq_ids)
-    metadata = [global_function(CACHE + "get_checkpoint_metadata")(cache, i) for i in seq_ids]
+    if not isinstance(history, bool):
+        raise TypeError(f"history must be a bool, got {history!r}")
+    metadata = [global_function("pagedkv.checkpoint_metadata")(cache, i, history) for i in seq_ids]
     lengths = [cache.sequence_length(i) for i in seq_ids]
     infos = page_groups(cache)
-    pools = {info["pool"]: PoolPages(cache, info, seq_ids, lengths) for info in infos}
+    pools: dict[int, PoolPages] = {}
+    for index, info in enumerate(infos):
+        if info["pool"] not in pools:
+            pools[info["pool"]] = PoolPages(cache, index, seq_ids, lengths, history)
 
     # Layers whose pages are shared alike have one table.
     tables: list[list[list[int]]] = []

@@ -318,7 +318,13 @@ class KVCache(CachePrefix, tvm_ffi.Object):
 
     # --- files ----------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike,
+        seq_ids: Iterable[int] | None = None,
+        *,
+        history: bool = True,
+    ) -> None:
         """Write sequences to a file in the safetensors format, for `load`.
 
         Shared pages are written once. The file is renamed to `path` when it is complete, and
@@ -330,6 +336,10 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         path : path
         seq_ids : iterable of int, optional
             Sequences to write; None: all.
+        history : bool
+            Whether forks and pops of a loaded sequence reach back as far as they do now, in caches
+            with windows of layers or recurrent layers. Without it the file is smaller: it has what
+            the next steps and pops of 16 positions need.
 
         Raises
         ------
@@ -341,7 +351,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         OSError
             If the file cannot be written.
         """
-        checkpoint.save(self, path, seq_ids)
+        checkpoint.save(self, path, seq_ids, history=history)
 
     def load(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 import tvm_ffi
 
 from .._codecs import CODECS, codec_of
+from .._functions import global_function
 from .inspection import CacheInspection
 
 if TYPE_CHECKING:
@@ -42,7 +43,16 @@ def page_groups(cache: CacheInspection) -> list[dict[str, Any]]:
 
 
 class PoolPages:
-    """The pages that some sequences have in a pool, each once.
+    """The pages of some sequences in a pool, as checkpoints have them, each once.
+
+    Parameters
+    ----------
+    cache : KVCache
+    index : int
+        Id of a page group of the pool.
+    seq_ids, lengths : list of int
+    has_history : bool
+        Whether pages that the sequences have given up, but that are cached, are among them.
 
     Attributes
     ----------
@@ -54,21 +64,23 @@ class PoolPages:
     def __init__(
         self,
         cache: CacheInspection,
-        info: dict[str, Any],
+        index: int,
         seq_ids: list[int],
         lengths: list[int],
+        has_history: bool,
     ):
-        page_size, group = cache.description["page_size"], info["group"]
+        page_size, has_states = (
+            cache.description["page_size"],
+            page_groups(cache)[index]["has_states"],
+        )
+        pages_of = global_function("pagedkv.checkpoint_pages")
         number_of: dict[int, int] = {}
         slots: list[int] = []
         self.numbers: list[list[int]] = []
         for seq_id, length in zip(seq_ids, lengths, strict=True):
-            if info["has_states"]:  # which fill their pages
-                table = cache._state_table(seq_id, info["state_group"])[2]
-                start = -page_size * len(table)
-            else:
-                table = cache.page_table(seq_id, group)
-                start = cache.first_position(seq_id, group)
+            table = list(pages_of(cache, seq_id, index, has_history))
+            end_page = 0 if has_states else -(-length // page_size)  # states fill their pages
+            start = (end_page - len(table)) * page_size
             self.numbers.append([])
             for page in table:
                 number = number_of.setdefault(page, len(number_of))

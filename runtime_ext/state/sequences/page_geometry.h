@@ -171,9 +171,12 @@ class PageGeometry {
   /*! \brief The length of the first state to keep: from it any later one can be computed, and those
    * of kPoppable positions before the end. */
   int64_t FirstStateToKeep(const Sequence& sequence, int32_t s) const {
-    const int64_t text_length = sequence.window.TextLength(sequence.committed_length());
-    const int64_t length = std::min(std::max<int64_t>(text_length - kPoppable, 0),
-                                    sequence.states[static_cast<size_t>(s)].length);
+    return FirstStateToKeep(sequence.window.TextLength(sequence.committed_length()),
+                            sequence.states[static_cast<size_t>(s)].length, s);
+  }
+  /*! \param state_length What the last state covers. */
+  int64_t FirstStateToKeep(int64_t text_length, int64_t state_length, int32_t s) const {
+    const int64_t length = std::min(std::max<int64_t>(text_length - kPoppable, 0), state_length);
     return length - length % state_groups_[s].interval;
   }
 

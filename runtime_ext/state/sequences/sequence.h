@@ -25,7 +25,7 @@ namespace pagedkv {
 /*! \brief Sequences that have pages but not yet their content; see sequence_imports.h. */
 struct SequenceImport {
   std::vector<int64_t> ids;
-  std::vector<std::vector<int32_t>> pages;  // [pool], without duplicates
+  std::vector<std::vector<int32_t>> pages;  // [pool], without duplicates; -1: left out
   std::vector<int64_t> num_arrived;         // [page group] pages that have their content
 };
 

@@ -35,12 +35,10 @@ void SequenceImports::CheckStates(const ImportedSequence& sequence, int32_t s) c
           " and states from that of position ", (first + 1) * interval, " on");
   }
   const int64_t begin = sequence.first_pages[geometry.state_group(s).ingredients] * page_size;
-  const int64_t min_begin =
-      std::min(std::max<int64_t>(sequence.length - kPoppable, 0), length) / interval * interval;
-  if (begin < min_begin || begin > num_full * interval) {
+  if (begin < 0 || begin > num_full * interval) {
     Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length,
-          " must keep the ingredients of recurrent layers from position ", min_begin, " to ",
-          num_full * interval, " on; got those from position ", begin);
+          " must keep the ingredients of recurrent layers from position ", num_full * interval,
+          " or an earlier one on; got those from position ", begin);
   }
 }
 
@@ -49,11 +47,10 @@ void SequenceImports::CheckPositions(const ImportedSequence& sequence, int32_t g
   const int64_t page_size = geometry.page_size();
   const int64_t first = sequence.first_pages[group];
   const int64_t last = geometry.FirstPageToSee(group, sequence.length);
-  const int64_t min_first = geometry.FirstPageToKeep(group, sequence.length);
-  if (first < min_first || first > last) {
+  if (first < 0 || first > last) {
     Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length,
-          " must keep its pages in layer group ", group, " from position ", min_first * page_size,
-          " to ", last * page_size, " on, as its window of ", geometry.window(group),
+          " must keep its pages in layer group ", group, " from position ", last * page_size,
+          " or an earlier one on, as its window of ", geometry.window(group),
           " has it; got those from position ", first * page_size);
   }
 }
@@ -74,8 +71,19 @@ void SequenceImports::Check(const ImportedSequence& sequence, int32_t pool) cons
         pool < num_groups ? pool : pool - num_groups, ", got ", num_pages);
 }
 
-int64_t SequenceImports::CountPages(const std::vector<ImportedSequence>& imported,
-                                    int32_t pool) const {
+int64_t SequenceImports::FirstNeeded(const ImportedSequence& sequence, int32_t pool) const {
+  const PageGeometry& geometry = table_->geometry();
+  const bool has_states = pool >= geometry.num_groups();
+  const int32_t s = has_states ? pool - geometry.num_groups() : geometry.StateGroupOf(pool);
+  if (s < 0) return geometry.FirstPageToKeep(pool, sequence.length);
+  const int64_t first_state =
+      geometry.FirstStateToKeep(sequence.length, sequence.state_lengths[s], s);
+  if (!has_states) return geometry.PageOf(first_state);
+  return std::max<int64_t>(first_state / geometry.state_group(s).interval - 1, 0);
+}
+
+std::vector<bool> SequenceImports::PagesToTake(const std::vector<ImportedSequence>& imported,
+                                               int32_t pool) const {
   int64_t num_numbers = 0;
   for (const ImportedSequence& sequence : imported) {
     Check(sequence, pool);
@@ -83,9 +91,11 @@ int64_t SequenceImports::CountPages(const std::vector<ImportedSequence>& importe
   }
   // The index of each page in its sequences. All numbers must be used, which bounds them.
   std::vector<int64_t> index_of(num_numbers, -1);
-  int64_t num_pages = 0;
+  std::vector<bool> is_taken(num_numbers, false);  // those that are needed, at first
+  int64_t num_pages = 0, num_taken = 0;
   for (const ImportedSequence& sequence : imported) {
     int64_t index = sequence.first_pages[pool];
+    const int64_t first_needed = FirstNeeded(sequence, pool);
     for (int64_t number : sequence.page_numbers[pool]) {
       if (number < 0 || number >= num_numbers ||
           (index_of[number] != -1 && index_of[number] != index)) {
@@ -94,6 +104,9 @@ int64_t SequenceImports::CountPages(const std::vector<ImportedSequence>& importe
       }
       num_pages = std::max(num_pages, number + 1);
       index_of[number] = index++;
+      if (index <= first_needed || is_taken[number]) continue;
+      is_taken[number] = true;
+      ++num_taken;
     }
   }
   auto unused = std::find(index_of.begin(), index_of.begin() + num_pages, -1);
@@ -101,10 +114,26 @@ int64_t SequenceImports::CountPages(const std::vector<ImportedSequence>& importe
     Raise(kValueError, "no sequence has page ", unused - index_of.begin(), " of layer group ",
           pool);
   }
-  if (num_pages > table_->pool(pool).num_available()) {
-    table_->RaiseFull(pool, num_pages, "the import");
+  const int64_t num_available = table_->pool(pool).num_available();
+  if (num_taken > num_available) table_->RaiseFull(pool, num_taken, "the import");
+  is_taken.resize(num_pages);
+  std::vector<int64_t> others;  // the last ones first: pops reach back as far as there is room
+  for (int64_t number = 0; number < num_pages; ++number) {
+    if (!is_taken[number]) others.push_back(number);
   }
-  return num_pages;
+  std::sort(others.begin(), others.end(),
+            [&](int64_t a, int64_t b) { return index_of[a] > index_of[b]; });
+  others.resize(std::min<size_t>(others.size(), num_available - num_taken));
+  for (int64_t number : others) is_taken[number] = true;
+  return is_taken;
+}
+
+int64_t SequenceImports::NumLeftOut(const ImportedSequence& sequence, int32_t pool,
+                                    const std::vector<bool>& is_taken) {
+  const std::vector<int64_t>& numbers = sequence.page_numbers[pool];
+  auto count = static_cast<int64_t>(numbers.size());
+  while (count > 0 && is_taken[numbers[count - 1]]) --count;
+  return count;
 }
 
 void SequenceImports::AddSequences(const std::vector<int64_t>& ids) const {
@@ -136,14 +165,22 @@ void SequenceImports::Begin(std::vector<ImportedSequence> imported, size_t num_p
   const int32_t num_pools = table_->geometry().num_pools();
   auto import = std::make_shared<SequenceImport>();
   import->num_arrived.resize(num_page_groups, 0);
+  std::vector<std::vector<bool>> is_taken;  // [pool][page number]
   for (int32_t p = 0; p < num_pools; ++p) {
-    import->pages.emplace_back(CountPages(imported, p), -1);
+    is_taken.push_back(PagesToTake(imported, p));
+    import->pages.emplace_back(is_taken[p].size(), -1);
   }
   std::vector<std::vector<std::vector<int32_t>>> pages;  // [sequence][pool]
-  for (const ImportedSequence& sequence : imported) {
+  for (ImportedSequence& sequence : imported) {
     import->ids.push_back(sequence.id);
     pages.emplace_back();
-    for (const auto& numbers : sequence.page_numbers) pages.back().emplace_back(numbers.size());
+    for (int32_t p = 0; p < num_pools; ++p) {
+      std::vector<int64_t>& numbers = sequence.page_numbers[p];
+      const int64_t num_left_out = NumLeftOut(sequence, p, is_taken[p]);
+      numbers.erase(numbers.begin(), numbers.begin() + num_left_out);
+      sequence.first_pages[p] += num_left_out;
+      pages.back().emplace_back(numbers.size());
+    }
   }
   AddSequences(import->ids);  // the last step that may throw
 
@@ -187,7 +224,11 @@ SequenceImport& SequenceImports::At(int64_t id) const {
 void SequenceImports::Finish(int64_t id) const {
   At(id);
   const std::shared_ptr<SequenceImport> import = table_->Peek(id).import;
-  for (int64_t each : import->ids) table_->Find(each)->import = nullptr;
+  for (int64_t each : import->ids) {
+    Sequence* sequence = table_->Find(each);
+    sequence->import = nullptr;
+    table_->Slide(sequence);
+  }
 }
 
 int64_t SequenceImports::num_importing() const {

@@ -5,6 +5,11 @@
  *
  * Until its import is finished, a sequence can only be removed, together with the others of the
  * import.
+ *
+ * An import may bring pages that the sequence need not have, those before what a window keeps. They
+ * are for forks and pops that go further back: with the end of the import they become cached, as
+ * pages that a window leaves behind. Where there is no room for all of them, the first ones are
+ * left out.
  */
 #ifndef TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_IMPORTS_H_
 #define TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_IMPORTS_H_
@@ -40,7 +45,8 @@ class SequenceImports {
   int64_t NumPages(const ImportedSequence& sequence, int32_t pool) const;
   /*! \throws Error (KeyError; ValueError when the sequence is not being imported). */
   SequenceImport& At(int64_t id) const;
-  /*! \brief Makes all sequences of the import usable. */
+  /*! \brief Makes all sequences of the import usable, and lets their first pages become cached that
+   * they need not have. */
   void Finish(int64_t id) const;
   /*! \brief Sequences that are being imported. */
   int64_t num_importing() const;
@@ -53,8 +59,16 @@ class SequenceImports {
   void CheckPositions(const ImportedSequence& sequence, int32_t group) const;
   /*! \brief That any state behind the last full one can be computed from what is kept. */
   void CheckStates(const ImportedSequence& sequence, int32_t state_group) const;
-  /*! \brief Pages of an import in a pool. \throws Error (ValueError, CacheFullError). */
-  int64_t CountPages(const std::vector<ImportedSequence>& imported, int32_t pool) const;
+  /*! \brief The first page of a pool that the sequence must have. */
+  int64_t FirstNeeded(const ImportedSequence& sequence, int32_t pool) const;
+  /*!
+   * \brief For each page number of an import in a pool, whether there is room for the page.
+   * \throws Error (ValueError, CacheFullError).
+   */
+  std::vector<bool> PagesToTake(const std::vector<ImportedSequence>& imported, int32_t pool) const;
+  /*! \brief Leading pages of a sequence that the import leaves out. */
+  static int64_t NumLeftOut(const ImportedSequence& sequence, int32_t pool,
+                            const std::vector<bool>& is_taken);
 
   SequenceTable* table_;
 };

@@ -24,6 +24,7 @@ void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has
                 geometry_.FirstVisible(group,
                                        sequence.window.TextLength(sequence.committed_length()))
           : first > geometry_.NumPagesGone(sequence, group);
+  has_slid = has_slid && sequence.import == nullptr;  // an import slides at its end
   if (first < 0 || is_missing || (has_slid && first < geometry_.NumPagesGone(sequence, group))) {
     Raise(kRuntimeError, "sequence ", sequence.id, " of committed length ",
           sequence.committed_length(), " has lost ", first, " pages in group ", group,

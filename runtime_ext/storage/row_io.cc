@@ -35,21 +35,22 @@ ffi::Tensor Slice(const ffi::Tensor& tensor, int64_t index) {
                            index * strides[0]);
 }
 
-/*! \brief Calls visit(tensor, offset in it, offset in the pages, bytes) for every plain row. */
+/*! \brief Calls visit(tensor, offset in it, offset in the pages, bytes) for every plain row, but
+ * not for those of negative slots. */
 template <typename Visitor>
 void VisitPlainRows(const StoredLayer& layer, const std::vector<int32_t>& slots,
                     const LayerRows& rows, Visitor visit) {
   const SlotLayout& layout = layer.layout;
   const int64_t num_heads = layer.config.num_kv_heads;
-  int64_t first_row = 0;
-  for (int32_t slot : slots) {
+  for (size_t n = 0; n < slots.size(); ++n) {
+    if (slots[n] < 0) continue;
+    const int64_t first_row = static_cast<int64_t>(n) * num_heads;
     for (const SlotLayout::Section& section : layout.sections) {
       for (int64_t i = section.first_row; i < section.end_row(); ++i) {
         visit(i < num_heads ? rows.k : rows.v, (first_row + i % num_heads) * section.row_bytes,
-              layout.RowOffset(section, slot, i), section.row_bytes);
+              layout.RowOffset(section, slots[n], i), section.row_bytes);
       }
     }
-    first_row += num_heads;
   }
 }
 

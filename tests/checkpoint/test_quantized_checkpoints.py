@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+import tvm_pagedkv as pkv
 from tir_kernels.codec import CODECS
 from tvm_pagedkv.cache.conversion import types_of
 
@@ -209,6 +210,34 @@ def test_numbers_of_pages(codec, is_mla):
     layer.write(memory, (slice(None),), rows)
     kept = quantized_reference.keep(CODECS[codec], rows, layer.v_width)
     np.testing.assert_allclose(pages.numbers(memory), kept, rtol=1e-6, atol=1e-6)
+
+
+def test_history_that_does_not_fit_is_left_out_of_a_conversion(tmp_path):
+    """Rows of the pages that are left out are not written anywhere."""
+    fields = dict(
+        num_layers=2, num_qo_heads=2, num_kv_heads=1, qk_head_dim=32, dtype="float32", page_size=4,
+        max_total_tokens=512, layers=[pkv.LayerSpec("mha_sliding", window=6), pkv.LayerSpec()],
+    )  # fmt: skip
+    source = pkv.create(pkv.KVCacheConfig(**fields, kv_dtype="int8"))
+    source.add_sequence(0)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        with source.forward([0], [20]):
+            for layer in range(2):
+                source.attention(layer, rng.standard_normal((20, 4, 32), dtype="float32"))
+    source.save(tmp_path / "x")
+    small = {"max_num_sequences": 1, "prefill_chunk_size": 4}
+    target = pkv.create(pkv.KVCacheConfig(**fields, **small))
+    assert target.load(tmp_path / "x", convert=True) == [0]
+    target.check_integrity()
+    first = target.first_position(0)
+    assert first == source.first_position(0) > 90
+    with pytest.raises(ValueError, match="have been reclaimed"):
+        target.pop_n(0, 100)
+    for ours, theirs in zip(
+        source.debug_get_kv(0, first), target.debug_get_kv(0, first), strict=True
+    ):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ GATED = {
     "spans-windows-bfloat16": (("90",), ("prefill_spans_sliding",)),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), ("mla_prefill",)),
-    "mla-512-64-windows-bfloat16": (("90",), ("mla_prefill_sliding",)),
     "kda-float32": (("80",), ("recurrent_append", "recurrent_scan")),
     "conv-silu-bfloat16": (("90",), None),
 }

@@ -51,27 +51,7 @@ def get_function(
         Its arguments: the snapshots ``[max_batch_size, max_history, *shape]``, int32 ``[batch]``
         the slot of each sequence and the snapshot in it, and the states ``[batch, *shape]``.
     """
-
-    @T.prim_func(s_tir=True)
-    def get(
-        snapshots_handle: T.handle,
-        slots_handle: T.handle,
-        histories_handle: T.handle,
-        out_handle: T.handle,
-    ):
-        T.func_attr({"global_symbol": f"rnn_state_get_{state_id}"})
-        batch = T.int32()
-        snapshots = T.match_buffer(snapshots_handle, (max_batch_size, max_history, *shape), dtype)
-        slots = T.match_buffer(slots_handle, (batch,), "int32")
-        histories = T.match_buffer(histories_handle, (batch,), "int32")
-        out = T.match_buffer(out_handle, (batch, *shape), dtype)
-        for i, *s in T.grid(batch, *shape):
-            with T.sblock("copy"):
-                vi, *vs = T.axis.remap("S" * (len(shape) + 1), [i, *s])
-                source = T.meta_var([slots[vi], histories[vi], *vs])
-                T.buffer_store(out, T.BufferLoad(snapshots, source), [vi, *vs])
-
-    return get
+    return _copy(shape, dtype, max_batch_size, max_history, f"rnn_state_get_{state_id}", False)
 
 
 def set_function(
@@ -93,25 +73,39 @@ def set_function(
     PrimFunc
         Its arguments are those of `get_function`; a state goes to the snapshot after the given one.
     """
+    return _copy(shape, dtype, max_batch_size, max_history, f"rnn_state_set_{state_id}", True)
 
+
+def _copy(
+    shape: Sequence[int],
+    dtype: str,
+    max_batch_size: int | tvm.tirx.Var,
+    max_history: int | tvm.tirx.Var,
+    name: str,
+    writes: bool,
+) -> tvm.tirx.PrimFunc:
     @T.prim_func(s_tir=True)
-    def set_(
+    def copy(
         snapshots_handle: T.handle,
         slots_handle: T.handle,
         histories_handle: T.handle,
-        data_handle: T.handle,
+        states_handle: T.handle,
     ):
-        T.func_attr({"global_symbol": f"rnn_state_set_{state_id}"})
+        T.func_attr({"global_symbol": name})
         batch = T.int32()
         snapshots = T.match_buffer(snapshots_handle, (max_batch_size, max_history, *shape), dtype)
         slots = T.match_buffer(slots_handle, (batch,), "int32")
         histories = T.match_buffer(histories_handle, (batch,), "int32")
-        data = T.match_buffer(data_handle, (batch, *shape), dtype)
+        states = T.match_buffer(states_handle, (batch, *shape), dtype)
         for i, *s in T.grid(batch, *shape):
             with T.sblock("copy"):
                 vi, *vs = T.axis.remap("S" * (len(shape) + 1), [i, *s])
-                following = T.meta_var((histories[vi] + 1) % T.cast(max_history, "int32"))
-                destination = T.meta_var([slots[vi], following, *vs])
-                T.buffer_store(snapshots, T.BufferLoad(data, [vi, *vs]), destination)
+                if writes:
+                    following = T.meta_var((histories[vi] + 1) % T.cast(max_history, "int32"))
+                    place = T.meta_var([slots[vi], following, *vs])
+                    T.buffer_store(snapshots, T.BufferLoad(states, [vi, *vs]), place)
+                else:
+                    source = T.meta_var([slots[vi], histories[vi], *vs])
+                    T.buffer_store(states, T.BufferLoad(snapshots, source), [vi, *vs])
 
-    return set_
+    return copy

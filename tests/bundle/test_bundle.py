@@ -203,6 +203,7 @@ def test_tiers_round_trip_and_are_opened(tmp_path, monkeypatch):
     assert host.stats()["prefix_tiers"]["host_capacity_bytes"] <= 1 << 20
 
 
+@pytest.mark.slow
 def test_codecs(tmp_path):
     """The layers of a bundle keep their rows by a codec each."""
     layers = [pkv.LayerSpec(kv_dtype=codec) for codec in CODECS]

@@ -68,6 +68,13 @@ def test_without_a_mistake():
     check()
 
 
+def test_every_mistake_can_be_made(monkeypatch):
+    """The sources still have the texts that the mistakes replace."""
+    for mistake in MISTAKES:
+        with monkeypatch.context() as undone:
+            mistake.make(undone)
+
+
 @pytest.mark.parametrize("mistake", every_nth(MISTAKES, 6), ids=str)
 def test_mistakes(mistake, monkeypatch):
     mistake.make(monkeypatch)

@@ -112,7 +112,7 @@ MISTAKES = [
         latent, BalancedSplits, "find_cut", "tile_begin = cut  #", "tile_begin = self.total  #"
     ),
     Mistake(paged, TileOutput, "_store_rows_of_o", "n * 8 + column", "n * 8"),
-    Mistake(windows, TileMask, "row_begin", "begin(*arguments) if", "begin(*arguments) + 1 if"),
+    Mistake(windows, TileMask, "row_begin", ".begin(*arguments)", ".begin(*arguments) + 1"),
     Mistake(dropped_positions, TileMask, "span", "gap.span(i,", "gap.span(0,"),
     Mistake(codes, CodePipeline, "_scale_pointer", "plane * codes", "0 * codes"),
     Mistake(not_finite, NonFiniteGuard, "mark", "_CAREFUL", "_DONE"),
@@ -142,6 +142,13 @@ def fresh_kernels():
 )
 def test_without_a_mistake(check):
     check()
+
+
+def test_every_mistake_can_be_made(monkeypatch):
+    """The sources still have the texts that the mistakes replace."""
+    for mistake in MISTAKES:
+        with monkeypatch.context() as undone:
+            mistake.make(undone)
 
 
 @pytest.mark.parametrize("mistake", every_nth(MISTAKES, 6), ids=str)

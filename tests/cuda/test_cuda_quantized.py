@@ -103,6 +103,7 @@ def test_prefill(spec, seed):
 @parametrize(SOME_SPECS, ("8:2x128-f16-int8-p16", "71:1x80-bf16-fp8-p4"))
 @parametrize_seed
 @on_gpu_too
+@pytest.mark.slow
 def test_windows_and_logits(spec, seed):
     """Sliding layers, windows of sequences with sinks, a soft-cap and ALiBi."""
     slopes = tuple(reference.alibi_slopes(spec.num_qo_heads))

@@ -14,7 +14,7 @@ from tvm_pagedkv import KVCacheConfig
 from tvm_pagedkv.compiler.build import kernel_spec, vector_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
-from ..support.selections import latin_square
+from ..support.selections import few_of, latin_square
 
 TARGET = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"})
 # What a kernel may call: its own task body, the runtime's errors, and log2 once for each row.
@@ -65,7 +65,7 @@ def test_kernels_use_vectors(name, dtype):
         assert count["shll"] or count["ushll"]
 
 
-@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("group_size", few_of([8, 1], 1))
 def test_decode_has_kernels_for_other_groups(group_size):
     assert "fmla" in _assembly("decode", "float32", group_size)
 
@@ -76,7 +76,10 @@ def test_codes_are_multiplied_as_matrices():
     assert len(re.findall(r"\bsmmla\s", text)) > 32 and not re.search(r"\bsdot\s", text)
 
 
-@pytest.mark.parametrize(("cpu", "has_dots"), [("neoverse-n1", True), ("cortex-a57", False)])
+@pytest.mark.parametrize(
+    ("cpu", "has_dots"),
+    [("neoverse-n1", True), pytest.param("cortex-a57", False, marks=pytest.mark.slow)],
+)
 def test_codes_are_multiplied_as_bytes(cpu, has_dots):
     """Where the CPU has dot products, of which most take a lane of a vector: no broadcasts."""
     text = _assembly("decode", "float16", 4, _target(cpu), kv_dtype="int8")

@@ -11,6 +11,8 @@ from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.script import prim_func
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
 
+from ..support.selections import with_slow
+
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 LATENT = {"kind": "mla", "original_qk_head_dim": 48, "original_v_head_dim": 32}
 
@@ -43,7 +45,7 @@ def check(function) -> None:
         tvm.tirx.analysis.verify_tirx_well_formed(function)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", with_slow(SPECS, "cpu-bf16", "cpu-sliding", "cuda-f32"))
 def test_kernels_are_well_formed(name):
     spec = SPECS[name]
     kernels = tir_kernels.kernel_names(spec, for_stock=True)

@@ -20,7 +20,7 @@ from ..support.model_cases import (  # noqa: E402
     random_tokens,
     write_checkpoint,
 )
-from ..support.selections import latin_square  # noqa: E402
+from ..support.selections import latin_square, with_slow  # noqa: E402
 
 # Alike wherever it does not matter, so that most kernels are compiled once.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -111,7 +111,10 @@ OTHER_VALUES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SLOW = ("qwen3", "olmo2", "exaone4")  # whose parts others have
+
+
+@pytest.fixture(scope="module", params=with_slow(FAMILIES, *SLOW))
 def pair(request, tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
 

@@ -198,7 +198,8 @@ def _found(pair: Pair, tokens, **options) -> np.ndarray:
     return np.concatenate([model.logits(cache, [0], [x])[0] for x in np.split(tokens, [7, 8])])
 
 
-@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_experts_in_8_or_4_bits(qwen, weights):
     """Logits are those of transformers with the weights that the codes stand for."""
     (tokens,) = random_tokens(4, 20)

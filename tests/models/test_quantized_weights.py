@@ -14,7 +14,7 @@ from tvm_pagedkv.models import DecoderModel, ParallelModel
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weight_formats import INT4_MINIMA, INT8, quantize
 
-from ..support.selections import few_of, with_slow  # noqa: E402
+from ..support.selections import few_of  # noqa: E402
 
 # Of logits whose standard deviation is 3 or so: activations have 16 bits.
 TOLERANCE = 5e-3
@@ -42,7 +42,8 @@ def _logits(model) -> np.ndarray:
     return rows
 
 
-@pytest.mark.parametrize("choice", with_slow(["int8", "int4"], "int8"))
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["int8", "int4"])
 def test_logits_are_those_of_the_rounded_weights(choice, tmp_path):
     found = DecoderModel.from_pretrained(TINY, "float32", weights=choice)
     exact = DecoderModel.from_pretrained(_rounded(tmp_path / "model", choice), "float32")

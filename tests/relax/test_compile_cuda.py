@@ -75,6 +75,7 @@ def _states(rng) -> list[np.ndarray]:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_an_exported_library_holds_device_code(tmp_path):
     path = tmp_path / "model.so"
     model = _model_of_merge((4, 1))

@@ -205,6 +205,7 @@ class MixedAttention(LatentAttention):
         return out, cache.cross_attention(2, q, CKV, SM_SCALE)[0]
 
 
+@pytest.mark.slow
 def test_mha_linear_and_mla_layers_in_one_model():
     width = CKV + KPE
     model = MixedAttention(["mha", "linear", "mla"], {})

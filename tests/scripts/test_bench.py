@@ -20,6 +20,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 PEERS = ["ours", "torch folded"] if importlib.util.find_spec("torch") else ["ours"]
 
 
+@pytest.mark.slow
 def test_each_case_has_a_record_of_each_peer_that_is_here(tmp_path):
     path = tmp_path / "records.json"
     arguments = ["--groups", "4", "--dtypes", "float32", "--cases", "8 x 1024", "7 x 256"]

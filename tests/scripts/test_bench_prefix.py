@@ -318,6 +318,7 @@ def test_a_request_that_no_pool_could_hold_is_refused(model):
         replay(model, random(source(scale=0.06), 2).lasting(1.0), 8)
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     records, plot = tmp_path / "records.json", tmp_path / "plot.png"
     command = [sys.executable, str(SCRIPTS / "bench_prefix.py"), "--requests", "8"]

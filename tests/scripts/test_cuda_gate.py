@@ -22,16 +22,16 @@ GATED = {
     "llama-float16": (("80",), None),
     "llama-float32": (("80",), ("prefill", "decode")),
     "heads-of-256-bfloat16": (("90",), ("prefill", "decode")),
-    "longrope-float16": (("90",), ("split_rotary", "rope_append", "prefill")),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding")),
     "spans-float16": (("80",), ("prefill_spans",)),
-    "spans-windows-bfloat16": (("90",), ("prefill_spans_sliding",)),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), ("mla_prefill",)),
     "kda-float32": (("80",), ("recurrent_append", "recurrent_scan")),
     "conv-silu-bfloat16": (("90",), None),
 }
 MORE_GATED = {
+    "longrope-float16": (("90",), ("split_rotary", "rope_append", "prefill")),
+    "spans-windows-bfloat16": (("90",), ("prefill_spans_sliding",)),
     "llama-float32": (("80",), ("prefill_shared",)),
     "windows-cap-alibi-float16": (("80",), ("tree_sliding",)),
     "llama-bfloat16": (("86", "89", "100", "120"), ("prefill",)),

@@ -22,7 +22,7 @@ from tvm_pagedkv.compiler.cuda.library import DeviceCode
 from ..cuda.test_cuda_build import needs_nvcc
 from ..reference import quantized
 from ..support.cuda_emulator.device import plugged_in
-from ..support.selections import few_of, with_slow
+from ..support.selections import with_slow
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 SIZE = 16
@@ -70,7 +70,8 @@ def test_caches_on_an_emulated_device(monkeypatch, tmp_path, name):
         check(folder, device.device)
 
 
-@pytest.mark.parametrize("name", few_of(CODED, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CODED)
 def test_caches_with_a_codec(tmp_path, name):
     check(written(tmp_path / "b", name), tvm.cpu())
 

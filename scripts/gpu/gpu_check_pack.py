@@ -26,7 +26,7 @@ from tvm_pagedkv.bundle import cuda as bundle_cuda
 from tvm_pagedkv.bundle.load import read_config
 from tvm_pagedkv.compiler.cuda.library import compile_library
 
-MAX_BYTES = 40_000_000
+MAX_BYTES = 60_000_000
 ROOT = Path(__file__).resolve().parents[2]
 # What nothing imports without the compiler, and what is for compilers in C++.
 WITHOUT = {

@@ -77,6 +77,21 @@ def _multiply_matrices(match, operands) -> str:
     return f"{made} emulator::MultiplyMatrices(d, a, b, c, {_FLOAT_TYPES[match[1]]});"
 
 
+def _multiply_together(match, operands) -> str:
+    columns, count = int(match[1]), int(match[1]) // 2
+    d, rest = operands[:count], operands[count:]
+    sums = f"float* d[] = {{{', '.join(f'&{name}' for name in d)}}};"
+    *a, b, adds = rest
+    if len(a) > 1:  # A in registers
+        words, begin, is_transposed = f"uint32_t a[] = {{{', '.join(a)}}};", "0", match[3]
+    else:
+        words, begin, is_transposed = "uint32_t* a = nullptr;", a[0], match[4]
+    return (
+        f"{sums} {words} emulator::MultiplyTogether(d, {columns}, a, {begin}, {b}, "
+        f"{is_transposed}, {adds}, {_FLOAT_TYPES[match[2]]});"
+    )
+
+
 def _pack(match, operands) -> str:
     word, high, low = operands
     halves = (f"emulator::Narrow({x}, {_FLOAT_TYPES[match[1]]})" for x in (high, low))
@@ -148,6 +163,18 @@ _INSTRUCTIONS: list[tuple[str, Callable]] = [
     (r"cp\.async\.wait_all", _wait_all),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.shared\.b16", _load_matrices),
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.b?f16\.f32", _multiply_matrices),
+    (
+        r".*wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.b?f16 "
+        r".*, 1, 1, ([01])(?:, ([01]))?;",
+        _multiply_together,
+    ),
+    (r"wgmma\.commit_group", lambda match, operands: "emulator::CommitProducts();"),
+    (
+        r"wgmma\.wait_group\.sync\.aligned (\d+)",
+        lambda match, operands: f"emulator::WaitForProducts({match[1]});",
+    ),
+    (r"wgmma\.fence|$", _nothing),
+    (r"fence\.proxy\.async", lambda match, operands: "emulator::PublishShared();"),
     (r"cvt\.rn\.(b?f16)x2\.f32", _pack),
     (r"cvt\.f32\.(b?f16)", _widen),
     (r"ld\.global(?:\.nc)?(?:\.L1::\w+)?" + _VECTOR, _load),

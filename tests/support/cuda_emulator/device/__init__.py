@@ -13,6 +13,7 @@ import numpy as np
 import tvm
 import tvm_ffi
 
+from tir_kernels.spec import CudaTarget
 from tvm_pagedkv.compiler.cuda import build as cuda_build
 from tvm_pagedkv.compiler.cuda import families as cuda_families
 from tvm_pagedkv.compiler.cuda import library as cuda_library
@@ -20,6 +21,8 @@ from tvm_pagedkv.compiler.disk_cache import code_versions
 
 from .. import library
 from ..translate import translate
+
+_USUAL = CudaTarget()
 
 
 class EmulatedDevice:
@@ -71,8 +74,8 @@ class EmulatedDevice:
 
 
 @contextmanager
-def plugged_in(monkeypatch):
-    """The device; kernels for GPUs are compiled for it."""
+def plugged_in(monkeypatch, family: CudaTarget = _USUAL):
+    """The device, of a family; kernels for GPUs are compiled for it, whatever the architecture."""
 
     def compile_library(source: str, path: Path, archs) -> None:
         library.build(translate(source, on_device=True), path)
@@ -80,6 +83,7 @@ def plugged_in(monkeypatch):
     device = EmulatedDevice()
     with monkeypatch.context() as patches:
         patches.setattr(cuda_families, "compile_library", compile_library)
+        patches.setattr(cuda_families, "family_of", lambda arch: family)
         # On the disk these libraries must be told from real ones.
         versions = (library.runtime_path().stem, *code_versions(Path(library.__file__).parent))
         patches.setattr(

@@ -126,6 +126,7 @@ void WaitForCopies(int groups_left) {
   while (static_cast<int>(thread.committed.size()) > groups_left) {
     for (auto& copy : thread.committed.front()) copy();
     thread.committed.pop_front();
+    NoteSharedChange();
   }
 }
 

@@ -42,6 +42,16 @@ void LoadMatrices(uint32_t* const* registers, int count, bool transposed, uint32
 void MultiplyMatrices(float* const* d, const uint32_t* a, const uint32_t* b, const float* c,
                       FloatType type);
 
+// wgmma: d += a * b of the 64 rows of four warps. A is in registers, or where its descriptor says;
+// B where its descriptor says, with its columns, or else its rows, side by side. Without `adds` d
+// is overwritten. A warp's sums come, and shared memory is read, when it waits.
+void MultiplyTogether(float* const* d, int columns, const uint32_t* a, uint64_t a_descriptor,
+                      uint64_t b_descriptor, bool transposed, bool adds, FloatType type);
+void CommitProducts();
+void WaitForProducts(int groups_left);
+// fence.proxy.async: what was written to shared memory is there for these instructions, too.
+void PublishShared();
+
 // ld and st of `num_bytes`, with the alignment that hardware asks for.
 void Load(void* registers, const void* from, size_t num_bytes);
 void Store(void* to, const void* registers, size_t num_bytes);

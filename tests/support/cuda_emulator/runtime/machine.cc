@@ -54,6 +54,8 @@ constexpr int kMaxThreads = 1024;
 constexpr int kIdleRounds = 3;
 
 alignas(1024) char shared_memory[kMaxSharedBytes + kGuardBytes];
+char published_memory[kMaxSharedBytes];
+bool shared_changed = true;  // since it was published: by any access, which may be a write
 void* scheduler_stack = nullptr;
 std::mt19937 random_bits;
 
@@ -107,6 +109,7 @@ void BeginBlock() {
   m.warps.assign((count + kWarpSize - 1) / kWarpSize, Warp());
   for (Barrier& barrier : m.barriers) barrier = Barrier();
   std::memset(shared_memory, 0xff, sizeof(shared_memory));  // NaN in every float type
+  std::memset(published_memory, 0xff, sizeof(published_memory));
   for (int i = 0; i < count; ++i) {
     Thread& thread = m.threads[i];
     thread.linear = i;
@@ -168,7 +171,9 @@ void RunBlock() {
 // Runs all blocks of a grid, and the grids before when they are waited for, or in the end.
 void Run(const Submitted& grid, std::function<void()> run_before) {
   Machine& m = machine();
-  const std::vector<char> memory(shared_memory, shared_memory + (depth ? kMaxSharedBytes : 0));
+  const size_t num_kept = depth ? kMaxSharedBytes : 0;
+  const std::vector<char> memory(shared_memory, shared_memory + num_kept);
+  const std::vector<char> published(published_memory, published_memory + num_kept);
   Grid outer = std::exchange(static_cast<Grid&>(m), Grid());
   void* const outer_stack = scheduler_stack;
   ++depth;
@@ -208,6 +213,8 @@ void Run(const Submitted& grid, std::function<void()> run_before) {
   scheduler_stack = outer_stack;
   static_cast<Grid&>(m) = std::move(outer);
   std::copy(memory.begin(), memory.end(), shared_memory);
+  std::copy(published.begin(), published.end(), published_memory);
+  shared_changed = true;
 }
 
 // Runs the first grids that were submitted.
@@ -288,6 +295,18 @@ void MeetInWarp(const char* operation, void* mine, const std::function<void(void
   }
 }
 
+void NoteSharedChange() { shared_changed = true; }
+
+void PublishShared() {
+  if (!shared_changed) return;
+  std::memcpy(published_memory, shared_memory, machine().shared_bytes);
+  shared_changed = false;
+}
+
+const char* PublishedPointer(uint32_t address, size_t num_bytes) {
+  return published_memory + (SharedPointer(address, num_bytes) - shared_memory);
+}
+
 char* SharedBase() { return shared_memory; }
 
 uint32_t SharedAddress(const void* pointer) {
@@ -300,6 +319,7 @@ char* SharedPointer(uint32_t address, size_t num_bytes) {
                 std::to_string(address) + " of " + std::to_string(machine().shared_bytes));
   }
   if (address % num_bytes != 0) throw Fault("shared memory: an access that is not aligned");
+  shared_changed = true;
   return shared_memory + address;
 }
 

@@ -46,6 +46,9 @@ struct Warp {
   const char* operation = nullptr;
   uint64_t path = 0;  // of the last thread that arrived
   void* slots[kWarpSize] = {};
+  // Groups of products that were committed, and the products of the open one.
+  std::deque<std::vector<std::function<void()>>> products;
+  std::vector<std::function<void()>> open_products;
 };
 
 struct Barrier {
@@ -152,6 +155,10 @@ extern uint64_t* current_path;  // of the thread that runs
 // does not promise that threads come together again behind a branch.
 void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine,
                 bool is_aligned = false);
+
+// Shared memory as asynchronous instructions see it: as it was at the last fence of any thread.
+void NoteSharedChange();
+const char* PublishedPointer(uint32_t address, size_t num_bytes);
 
 // Shared memory: addresses are offsets into it.
 char* SharedBase();

@@ -113,6 +113,7 @@ CASES = {
 
 def floors(name: str, spec: KernelSpec, arch: str) -> str:
     """The floors of a function in microseconds, as text; empty where there are none."""
+    arch = arch.rstrip("a")
     if name not in CASES or arch not in DATA_SHEETS:
         return ""
     sheet = DATA_SHEETS[arch]

@@ -32,6 +32,7 @@ from tir_kernels.spec import CudaTarget, KernelSpec
 from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig
 from tvm_pagedkv.compiler.build import kernel_spec, resolve_target
 from tvm_pagedkv.compiler.cuda.build import cuda_spec
+from tvm_pagedkv.compiler.cuda.families import FAMILIES, family_of
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 _MLA = LayerSpec("mla", mla_original_qk_head_dim=192, mla_original_v_head_dim=128)
@@ -125,18 +126,18 @@ COLUMNS = (
 )
 
 
-def spec_of(name: str) -> KernelSpec | RecurrentSpec | ConvSpec:
-    """The spec of a configuration's layers."""
+def spec_of(name: str, arch: str = "80") -> KernelSpec | RecurrentSpec | ConvSpec:
+    """The spec of a configuration's layers, for the GPUs of an architecture."""
     if name in RECURRENT:
-        return RECURRENT[name]
+        return replace(RECURRENT[name], target=family_of(arch))
     config = KVCacheConfig(1, **CONFIGURATIONS[name]).resolved()
-    return cuda_spec(kernel_spec(config, config.layers[0], resolve_target()))
+    return cuda_spec(kernel_spec(config, config.layers[0], resolve_target()), arch)
 
 
 @functools.cache
-def source_of(name: str, functions: Sequence[str] | None = None) -> str:
+def source_of(name: str, functions: Sequence[str] | None = None, arch: str = "80") -> str:
     """The CUDA C++ of kernels of a configuration; None: of all, the stock cache's too."""
-    spec = spec_of(name)
+    spec = spec_of(name, arch)
     functions = functions or tir_kernels.kernel_names(spec, for_stock=True)
     return cuda_source(
         {function: tir_kernels.build_kernel(function, spec) for function in functions}
@@ -148,7 +149,8 @@ def codes_of(
 ) -> dict[str, list[MachineCode]]:
     """Return the machine code of the kernels of each function of a configuration."""
     codes: dict[str, list[MachineCode]] = {}
-    for code in machine_code(source_of(name, functions), arch, options):
+    family = arch if arch in FAMILIES else "80"  # others have the same source
+    for code in machine_code(source_of(name, functions, family), arch, options):
         codes.setdefault(code.launch.function, []).append(code)
     return codes
 
@@ -232,7 +234,7 @@ def main() -> int:
     wrong = []
     for name in args.configurations:
         for arch in (arch.removeprefix("sm_") for arch in args.archs):
-            codes, spec = codes_of(name, arch, options), spec_of(name)
+            codes, spec = codes_of(name, arch, options), spec_of(name, arch)
             print(f"\n{name}, sm_{arch}")
             print_table(
                 [

@@ -62,6 +62,7 @@ CHIPS = {
     "86": Chip(99 * KIB, 100 * KIB, 1536, 16),
     "89": Chip(99 * KIB, 100 * KIB, 1536, 24),
     "90": Chip(227 * KIB, 228 * KIB, 2048, 32),
+    "90a": Chip(227 * KIB, 228 * KIB, 2048, 32),
     "100": Chip(227 * KIB, 228 * KIB, 2048, 32),
     "120": Chip(99 * KIB, 100 * KIB, 1536, 24),
 }
@@ -118,7 +119,7 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
         )
     if is_launched(code) and code.shared_bytes > chip.block_bytes:
         yield f"{kernel} has {code.shared_bytes} bytes of shared memory of {chip.block_bytes}"
-    if launch.begins_early and int(code.arch) >= 90:
+    if launch.begins_early and int(code.arch.rstrip("a")) >= 90:
         if not (code.counts["wait"] and code.counts["next"]):
             yield f"{kernel} begins early, but does not wait, or does not let the next one begin"
         elif code.early_accesses:
@@ -164,9 +165,11 @@ def _of_branch(name: str, spec: Spec, codes: Sequence[MachineCode]) -> Iterator[
             columns = min(spec.v_head_dim, spec.non_absorbed.v_head_dim, _MOST_COLUMNS)
             # Sixteen positions over all columns of V, and a step of a loop over those of K.
             wanted["mma"] = columns // 8 + 1
+            if counts["wgmma"]:  # over all columns at once, operands from shared memory
+                wanted["mma"] = wanted["wgmma"] = spec.qk_head_dim // 16 + 1
             # Operands come four 8 x 8 matrices at a time; a product takes two of them, and two
             # tiles of rows may share them.
-            wanted["ldsm"] = counts["mma"] // 4
+            wanted["ldsm"] = (counts["mma"] - counts["wgmma"]) // 4
             if spec.codec and spec.codec.bits == 4:  # decode widens eight from four of codes
                 wanted["ldsm"] //= 2
     for key, count in wanted.items():

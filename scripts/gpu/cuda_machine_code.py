@@ -24,6 +24,7 @@ from tvm_pagedkv.compiler.cuda import find_nvcc
 # What is counted: instructions of the machine code, and of PTX.
 INSTRUCTIONS = {
     "mma": (r"[A-Z]+MMA\b", r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\."),
+    "wgmma": (r"HGMMA\b", r"wgmma\.mma_async\."),
     "ldgsts": (r"LDGSTS\b", r"cp\.async\.c[ag]\."),
     "ldsm": (r"LDSM\b", r"ldmatrix\."),
     "ldg.128": (r"LDG\b.*\.128\b", r"ld\.global\.(?:\w+\.)*v(?:4\.\w32|2\.\w64)"),

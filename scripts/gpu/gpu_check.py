@@ -39,7 +39,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pack", metavar="DIR", help="write the folder (needs nvcc, but no GPU)")
-    parser.add_argument("--arch", action="append", help="to pack for (default 90)")
+    parser.add_argument("--arch", action="append", help="to pack for (default 90a)")
     parser.add_argument("--python", default="3.12", help="of the other machine (default 3.12)")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="sections whose name has TEXT")
     parser.add_argument(
@@ -63,7 +63,7 @@ def main() -> int:
         sys.path.insert(0, str(HERE.parents[1]))
         from gpu_check_pack import pack
 
-        pack(Path(options.pack), options.arch or ["90"], options.python, options.device,
+        pack(Path(options.pack), options.arch or ["90a"], options.python, options.device,
              options.tiny)  # fmt: skip
         return 0
     if not (HERE / "bundles").is_dir():
@@ -89,7 +89,9 @@ def run_all(options: argparse.Namespace) -> int:
         left = options.budget - (began - start)
         results[name], text = run_child(options, name, min(left, MAX_SECONDS))
         failures = [f"FAILED: {failure}" for failure in results[name]["failures"]]
-        print("\n".join([f"--- {name} (from {began - start:.0f} s on)", text, *failures]), flush=True)
+        print(
+            "\n".join([f"--- {name} (from {began - start:.0f} s on)", text, *failures]), flush=True
+        )
 
     # Caches wait for NumPy most of the time; timings need the GPU to themselves.
     timed = [name for name in names if not name.startswith("caches ")]
@@ -131,7 +133,8 @@ def run_child(options: argparse.Namespace, name: str, seconds: float) -> tuple[d
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--section", name, "--result", str(result)]
         command += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
-        environment = dict(os.environ, PYTHONUNBUFFERED="1")
+        threads = str(max(1, (os.cpu_count() or 1) // options.jobs))  # of NumPy
+        environment = {"OPENBLAS_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"}
         printed = Path(folder) / "printed"
         failures = []
         with printed.open("w") as file:

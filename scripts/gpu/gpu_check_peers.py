@@ -68,11 +68,13 @@ def flashinfer(batch: Batch, name: str) -> tuple[Callable, Callable]:
     except ImportError:
         raise Absent("flashinfer is not installed") from None
     shape = batch.shape
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=batch.device)
     table = batch.indptr, batch.page_ids, batch.last_page_len
     heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
     if name == "decode":
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", True)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=True
+        )
         wrapper.plan(*table, *heads, q_data_type=shape.dtype, kv_data_type=shape.dtype)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")

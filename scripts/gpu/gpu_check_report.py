@@ -57,7 +57,7 @@ def print_table(records: Sequence[dict], limits: dict[str, float]) -> None:
 
 
 def draw(records: Sequence[dict], limits: dict[str, float], title: str, path: Path) -> None:
-    """Shares of the limits, a bar for each case and peer."""
+    """Shares of the limits: a line for each case, and a mark on it for each peer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,17 +67,21 @@ def draw(records: Sequence[dict], limits: dict[str, float], title: str, path: Pa
     drawn = [(r, value) for r, value in drawn if value is not None]
     if not drawn:
         return
+    cases = list(dict.fromkeys(r["case"] for r, _ in drawn))
     peers = list(dict.fromkeys(r["peer"] for r, _ in drawn))
-    colors = dict(zip(peers, ["black", *pyplot.get_cmap("tab10").colors], strict=False))
-    figure, axis = pyplot.subplots(figsize=(11, 1.5 + 0.24 * len(drawn)))
-    labels = [f"{r['case']}  {r['peer']}" for r, _ in drawn]
-    places = range(len(drawn), 0, -1)
-    axis.barh(places, [100 * x for _, x in drawn], color=[colors[r["peer"]] for r, _ in drawn])
-    axis.set_yticks(places, labels, fontsize=7)
-    for place, (r, _) in zip(places, drawn, strict=True):
-        if r["target"]:
-            axis.plot([100 * r["target"]] * 2, [place - 0.4, place + 0.4], color="red")
+    styles = zip(peers, ["black", *pyplot.get_cmap("tab10").colors], "osD^vP*X", strict=False)
+    figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.22 * len(cases)))
+    for peer, color, marker in styles:
+        points = [(100 * value, cases.index(r["case"])) for r, value in drawn if r["peer"] == peer]
+        axis.scatter(*zip(*points, strict=True), 28, [color], marker, label=peer, zorder=3)
+    for i, case in enumerate(cases):
+        for target in {r["target"] for r, _ in drawn if r["case"] == case and r["target"]}:
+            axis.plot([100 * target] * 2, [i - 0.4, i + 0.4], color="red", linewidth=1)
+    axis.set_yticks(range(len(cases)), cases, fontsize=7)
+    axis.set_ylim(len(cases) - 0.5, -0.5)
+    axis.set_xlim(left=0)
+    axis.grid(color="0.9")
     axis.set_xlabel("% of copy bandwidth, or of the rate of products (causal prefill); red: target")
     axis.set_title(title, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.3, 1.03), ncols=len(peers), fontsize=7)
+    figure.savefig(path, dpi=110, bbox_inches="tight")

@@ -98,8 +98,8 @@ def shared() -> None:
 MISTAKES = [
     Mistake(paged, query_tiles, "attend", "mask.hides_some(first)", "first < mask.shared_begin"),
     Mistake(paged, query_tiles, "attend", "(mask.start, mask.end)", "(mask.start, mask.end - 1)"),
-    Mistake(paged, query_tiles, "attend", "first < mask.warp_end", "first + 16 < mask.warp_end"),
-    Mistake(paged, query_tiles, "attend", "softmax.update(scores)", "pass"),
+    Mistake(paged, query_tiles, "attend", "first < mask.joint_end", "first + 16 < mask.joint_end"),
+    Mistake(paged, query_tiles, "attend", "softmax.update(scores, left)", "pass"),
     Mistake(paged, query_tiles, "load_q", "rows.index(row)", "rows.index(row + 1)"),
     Mistake(paged, TileMask, "row_end", "token(row)", "token(row + 1)"),
     Mistake(paged, TileMask, "_is_visible", "first + column < end", "first + column <= end"),

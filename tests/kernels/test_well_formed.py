@@ -28,6 +28,7 @@ SPECS = {
     "cpu-sliding": make_spec((4, 2), (64, 64), F16, VectorTarget(), kind="mha_sliding"),
     "cpu-mla": make_spec((4, 1), (80, 64), F32, VectorTarget(), **LATENT),
     "cuda": make_spec((4, 2), (64, 64), F16, CudaTarget()),
+    "cuda-hopper": make_spec((4, 2), (64, 64), F16, CudaTarget("sm_90a")),
     "cuda-f32": make_spec((4, 2), (64, 64), F32, CudaTarget()),
     "cuda-sliding": make_spec((4, 2), (64, 64), BF16, CudaTarget(), kind="mha_sliding"),
     "cuda-mla": make_spec((4, 1), (80, 64), F16, CudaTarget(), **LATENT),

@@ -21,6 +21,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 GATED = {
     "llama-float16": (("80",), None),
     "llama-float32": (("80",), ("prefill", "decode")),
+    "llama-bfloat16": (("90a",), ("prefill", "prefill_shared")),
     "heads-of-256-bfloat16": (("90",), ("prefill", "decode")),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding")),
     "spans-float16": (("80",), ("prefill_spans",)),
@@ -31,11 +32,12 @@ GATED = {
 }
 MORE_GATED = {
     "longrope-float16": (("90",), ("split_rotary", "rope_append", "prefill")),
-    "spans-windows-bfloat16": (("90",), ("prefill_spans_sliding",)),
+    "spans-windows-bfloat16": (("90", "90a"), ("prefill_spans_sliding",)),
     "llama-float32": (("80",), ("prefill_shared",)),
     "windows-cap-alibi-float16": (("80",), ("tree_sliding",)),
     "llama-bfloat16": (("86", "89", "100", "120"), ("prefill",)),
-    "llama-float16": (("90",), None),
+    "llama-float16": (("90", "90a"), None),
+    "heads-of-64-float16": (("90a",), None),
     "heads-of-256-bfloat16": (("90",), None),
     "heads-of-256-float32": (("80", "90"), ("prefill", "decode", "prefill_shared")),
     "mla-512-64-bfloat16": (("90",), None),

@@ -84,6 +84,15 @@ def sync_block() -> None:
     T.evaluate(T.cuda.cta_sync())
 
 
+def sync_block_and_copies() -> None:
+    """A barrier of a block, behind which matrix instructions see what it has stored or copied.
+
+    They read shared memory by another way than loads and stores, the "async proxy" of the PTX ISA.
+    """
+    ptx("fence.proxy.async.shared::cta")
+    sync_block()
+
+
 def sync_warp() -> None:
     """A barrier of all threads of a warp."""
     T.evaluate(T.cuda.warp_sync())

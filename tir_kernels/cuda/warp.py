@@ -27,6 +27,11 @@ def shuffle_from(value, lane):
     return T.tvm_warp_shuffle(T.uint32(_ALL), value, lane, WARP, WARP)
 
 
+def in_all_lanes(value):
+    """An int32 value that all lanes have: so the compiler, too, knows that they have the same."""
+    return shuffle_from(value, 0)
+
+
 def shuffle_xor(value, mask: int):
     """The value of the lane whose number differs in the bits of `mask`."""
     return T.tvm_warp_shuffle_xor(T.uint32(_ALL), value, mask, WARP, WARP)

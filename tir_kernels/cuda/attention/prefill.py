@@ -20,8 +20,8 @@ from ..components.kv_rows import RaggedRows, paged_rows, with_page_views
 from ..components.tile_work import BalancedWork, FixedWork
 from ..components.work_items import Items
 from ..emit import as_count, index_temp
-from ..tiles.tiling import MAX_ROWS, Tiling
-from .query_tiles import Batch, attend, attend_with_one
+from ..tiles.tiling import MAX_ROWS, MOST_ROWS, Tiling
+from .query_tiles import Batch, attend_with_one
 
 TREE_ROWS = 64  # of a block: trees have few nodes, and their masks take registers
 
@@ -163,7 +163,7 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
     """Build a kernel whose K and V are ragged arrays."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows = row_matcher(spec)
-    tiling = Tiling.of(spec, spec.dtype, max_rows)
+    tilings = Tiling.choices(spec, spec.dtype, max_rows)
 
     @prim_func(absent=spec.without_sinks.union(absent))
     def prefill_ragged(
@@ -211,7 +211,7 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
                 sink_logits=match_float32(sink_logits, num_heads),
             )
         )
-        attend(spec, a, batch_of_ragged(spec, a), tiling)
+        attend_with_one(tilings, spec, a, batch_of_ragged(spec, a))
 
     return prefill_ragged
 
@@ -221,7 +221,7 @@ def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, mask: type = C
 
     `mask` is a class of masks, made of the argument `causal`.
     """
-    return over_pages(spec, (*_TREE, "window", "row_reach"), lengths, mask=mask)
+    return over_pages(spec, (*_TREE, "window", "row_reach"), lengths, MOST_ROWS, mask)
 
 
 def prefill_windowed(spec: KernelSpec):
@@ -240,7 +240,7 @@ def prefill_sliding(spec: KernelSpec):
 
 def prefill_spans(spec: KernelSpec):
     """Build `prefill` of steps with spans that are attended to in both directions: `row_reach`."""
-    return over_pages(spec, (*_TREE, "window"), Lengths.WINDOWS)
+    return over_pages(spec, (*_TREE, "window"), Lengths.WINDOWS, MOST_ROWS)
 
 
 def prefill_spans_sliding(spec: KernelSpec):

@@ -29,13 +29,21 @@ from ..components.softmax import OnlineSoftmax, products_of
 from ..components.tile_output import tile_output
 from ..components.tree import NoTree, TreeMask
 from ..components.work_items import Items
-from ..emit import WARP, as_count, launch, sync_block, wait_for_kernels_before
+from ..emit import (
+    WARP,
+    as_count,
+    launch,
+    sync_block,
+    sync_block_and_copies,
+    wait_for_kernels_before,
+)
 from ..tiles.fma import MultiplyAdds
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.mma import TensorCores
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import suits_first
+from ..tiles.wgmma import WarpgroupProducts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +84,13 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
     with call.allocated():
         size = T.meta_var((tiling.num_threads, tiling.min_blocks))
         with launch(call.grid, *size, waits=False) as (blocks, thread):
-            shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
+            shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=1024)
             q = SharedTiles(shared, 0, tiling.q)
             o = SharedTiles(shared, 0, tiling.o)
             work = call.of_block(blocks)
             rows = QueryRows(spec, tiling, work)
-            threads = T.meta_var(ThreadGroup(rows.thread, tiling.num_threads, sync_block))
+            sync = T.meta_var(sync_block_and_copies if tiling.is_hopper else sync_block)
+            threads = T.meta_var(ThreadGroup(rows.thread, tiling.num_threads, sync))
             kv_rows = batch.make_rows(tiling.rows_per_thread)
             pipeline = kv_pipeline(
                 spec,
@@ -93,17 +102,20 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 kv_rows,
             )
             k, v, scales = pipeline.k, pipeline.v, pipeline.scales
-            memory = BlockMemory(shared, pipeline.end_byte, tiling)
+            has_barrier = T.meta_var(spec.target.family == "sm_90a")
+            memory = BlockMemory(shared, pipeline.end_byte, tiling, has_barrier)
             tree = NoTree() if a.tree_order is None else TreeMask(a, tiling, rows, memory)
             mask = TileMask(batch.visible, batch.lengths, a, tree, tiling, rows, memory)
-            guard = NonFiniteGuard(spec, tiling, rows, memory, batch.lse_before is None)
+            guard = NonFiniteGuard(spec, tiling, rows, memory, batch.lse_before is None, sync)
             rope = InlineRope(spec, a.rotary_mode)
-            logits = Logits(spec, rows.count, rows.lane)
+            logits = Logits(spec, rows.count, rows.lane, leaves_scale=tiling.is_hopper)
             softmax = OnlineSoftmax(tiling.columns, rows.count)
             scores = products_of(tiling.positions, rows.count)
             output = tile_output(batch.lse_before, memory, spec, tiling, a, rows, call, o)
             q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
 
+            factor = T.meta_var(a.sm_scale * T.float32(LOG2E))
+            left = T.meta_var(logits.left_of(factor))
             work.take_split(T.truncmod(thread, WARP))
             wait_for_kernels_before()
             while work.has_next():
@@ -113,14 +125,14 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 mask.begin(sequence)
                 rope.begin(mask.k_offset + work.kv_len - mask.gap.num_dropped)
                 kv_rows.begin(batch.items.kv_indptr[sequence], work.head)
-                fields = T.meta_var((mask.k_offset, *work.variables, *mask.gap.fields))
-                memory.store((*fields, *kv_rows.variables))
+                fields = T.meta_var(
+                    (mask.k_offset, *work.variables, *mask.gap.fields, *kv_rows.variables)
+                )
+                memory.store(fields, thread)
                 guard.begin()
                 while guard.has_pass():  # a second one only where V is not finite
                     rows.begin(thread)
-                    products = (TensorCores if tiling.is_tensor else MultiplyAdds)(
-                        tiling, q, rows.warp_row, rows.lane
-                    )
+                    products = products_of_block(tiling, q, k, v, rows)
                     tree.begin(mask.k_offset)
                     softmax.reset()
                     scales.reset()
@@ -137,7 +149,6 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                             mask.keep_bounds(span, thread)
                             load_q(q, tiling, a, rows, mask, span, rope, q_blocks, threads)
                             products.begin()
-                            factor = a.sm_scale * T.float32(LOG2E)
                             pipeline.begin(mask.start, mask.end)
                             for tile in T.serial(pipeline.num_tiles):
                                 pipeline.wait(tile)
@@ -147,20 +158,21 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                                 guard.begin_tile(pipeline, stage)
                                 position = T.meta_var(mask.position_of(span, first))
                                 rope.rotate(k, stage, tiling.positions, threads, position)
-                                if first < mask.warp_end:
+                                if first < mask.joint_end:
                                     products.scores(scores, k, stage)
                                     scales.scale_scores(scores, stage, rows.lane)
                                     logits.scale(scores, factor, position)
                                     guard.mark(logits, scores)
                                     if mask.hides_some(first):
                                         mask.hide(logits, scores, first)
-                                    softmax.update(scores)
+                                    softmax.update(scores, left)
                                     scales.scale_weights(scores, softmax.output, stage, rows.lane)
                                     products.accumulate(softmax.output, scores, v, stage)
                             sync_block()  # others may still read the last tile
                         memory.load()
                         i += 1
-                    softmax.finish(lambda h: sink_of(a, rows.index(rows.own(h)), work.is_whole))
+                    sink = T.meta_var(lambda h: sink_of(a, rows.index(rows.own(h)), work.is_whole))
+                    softmax.finish(sink, left)
                     scales.finish(softmax.output)
                     rotate_accumulators(softmax.output, o_blocks, rows.lane)
                     output.prepare(softmax)
@@ -170,6 +182,14 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                     if guard.is_done():
                         output.store_rows(softmax.output, thread)
         call.launch_merge()
+
+
+def products_of_block(tiling: Tiling, q, k, v, rows: QueryRows):
+    """Return what multiplies the tiles of a tiling."""
+    if tiling.is_hopper:
+        return WarpgroupProducts(tiling, q, k, v, rows.joint_row)
+    make = TensorCores if tiling.is_tensor else MultiplyAdds
+    return make(tiling, q, rows.warp_row, rows.lane)
 
 
 @inline
@@ -185,7 +205,7 @@ def load_q(q, tiling: Tiling, a: AttentionInputs, rows, mask, span, rope, blocks
     )
     commit()
     wait(0)
-    sync_block()
+    threads.sync()
     rope.rotate(q, 0, tiling.rows, threads, lambda row: mask.row_position(span, a.q_position, row))
     if len(blocks) > 0:
         rotate_rows(q, 0, tiling.rows, blocks, threads)

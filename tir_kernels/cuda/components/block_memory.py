@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 
 from ...releases import buffer_of
-from ..emit import U32, Registers, ptx
+from ...script import inline
+from ..emit import U32, Registers, ptx, sync_block
 from ..tiles.tiling import Tiling
 
 # Words behind the tables: those of variables, then those of `NonFiniteGuard`.
@@ -20,7 +21,7 @@ class BlockMemory:
     """Pointers to the tables of a block, and its variables that are not in registers.
 
     Passes over columns need the registers, so variables that say what the block does are stored
-    before them and loaded when they are needed again; every thread does it for itself.
+    before them and loaded when they are needed again.
 
     Parameters
     ----------
@@ -28,10 +29,14 @@ class BlockMemory:
     begin : int
         Byte behind the tiles.
     tiling : Tiling
+    has_barrier : bool
+        One thread stores for all, which then meet. Without that all store the same: a barrier costs
+        registers that some chips have not.
     """
 
-    def __init__(self, memory, begin: int, tiling: Tiling):
+    def __init__(self, memory, begin: int, tiling: Tiling, has_barrier: bool):
         self.memory, self.begin, self.variables = memory, begin, ()
+        self.has_barrier = has_barrier
         self.bounds_begin = begin + tiling.table_bytes
         self.words_begin = self.bounds_begin + tiling.rows * 8
 
@@ -47,8 +52,21 @@ class BlockMemory:
         """Return a pointer to word i behind the tables."""
         return self.memory.ptr_to([self.words_begin + i * 4])
 
-    def store(self, variables: Sequence) -> None:
-        """Store int32 variables, which `load` is for; those without room stay in registers."""
+    @inline
+    def store(self, variables, thread):
+        """Store int32 variables, which are the same in all threads, for `load`.
+
+        None may load those of before any more.
+        """
+        if self.has_barrier:
+            if thread == 0:
+                self.put(variables)
+            sync_block()
+        else:
+            self.put(variables)
+
+    def put(self, variables: Sequence) -> None:
+        """Store variables by a thread; those without room stay in registers."""
         self.variables = tuple(variables)[:NUM_VARIABLES]
         for i, variable in enumerate(self.variables):
             ptx("st.shared.b32", self.word(i), T.cast(variable, U32))

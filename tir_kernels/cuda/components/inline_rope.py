@@ -12,7 +12,7 @@ from ...semantics.rope import inverse_frequencies, sin_cos
 from ...semantics.rotary_mode import has_rope
 from ...spec import KernelSpec
 from .. import scalars
-from ..emit import F32, sync_block
+from ..emit import F32
 from ..tiles.shared_tiles import SharedTiles
 from .pipeline import ThreadGroup
 
@@ -75,7 +75,7 @@ class InlineRope:
                         second = T.meta_var(y * rotation.cos + x * rotation.sin)
                         tiles.store_float(tile, row, i, first)
                         tiles.store_float(tile, row, i + self.half, second)
-                sync_block()
+                threads.sync()
 
     def _sin_cos(self, position, i):
         rope = self.spec.rope

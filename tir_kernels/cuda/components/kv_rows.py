@@ -13,6 +13,7 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...layout import K_PLANE, latent_index, row_index, rows_of, view_pages
+from ...releases import buffer_of
 from ...script import inline
 from ...semantics.rotary_mode import refuse_inline
 from ...signatures.inputs import PagedInputs
@@ -53,12 +54,19 @@ class PagedRows:
         self.page = T.alloc_local((rows_per_thread,), "int32", layout=None)
         self.first_entry = T.local_scalar("int32")
         self.head = T.local_scalar("int32")
+        self.slot = None
 
     @inline
     def begin(self, first_entry, head):
         """Go on with the sequence whose pages begin at an entry of `page_values`."""
         self.first_entry = first_entry
         self.head = head
+
+    def keep_slot(self, position) -> None:
+        """Keep where in a page a position is: where all rows of the thread are in theirs."""
+        if self.slot is None:
+            self.slot = T.local_scalar("int32")
+        T.buffer_store(buffer_of(self.slot), T.truncmod(position, self.spec.page_size), [0])
 
     @property
     def variables(self) -> tuple:
@@ -78,7 +86,7 @@ class PagedRows:
         return rows.ptr_to(list(row_index(page, plane, self.head, slot, column)))
 
     def _slot(self, position):
-        return T.truncmod(position, self.spec.page_size)
+        return self.slot if self.slot is not None else T.truncmod(position, self.spec.page_size)
 
 
 class LatentRows(PagedRows):
@@ -171,6 +179,9 @@ class RaggedRows:
     def variables(self) -> tuple:
         """Return the variables that say which sequence it is."""
         return self.first_row, self.head
+
+    def keep_slot(self, position) -> None:
+        """Do nothing: there are no pages."""
 
     @inline
     def find(self, i, position):

@@ -43,8 +43,8 @@ class TileMask:
         RoPE position of column 0.
     start, end : int32
         The columns ``start .. end - 1`` of the span are attended to by the block.
-    warp_end : int32
-        Behind the last column that rows of the warp see; 0 for a warp without rows.
+    joint_end : int32
+        Behind the last column that rows of warps that multiply together see; 0 if there are none.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TileMask:
         self.k_offsets = a.k_rope_pos_offset
         self.k_offset, self.start, self.end = (T.local_scalar(I32) for _ in range(3))
         self.shared_begin, self.shared_end = (T.local_scalar(I32) for _ in range(2))
-        self.warp_end = T.local_scalar(I32)
+        self.joint_end = T.local_scalar(I32)
         self.gap = SequenceGap(lengths)
 
     @inline
@@ -118,9 +118,9 @@ class TileMask:
         shared_end = T.meta_var(self.visible.shared_end(self.row_end(0)))
         self.shared_end = T.min(self.tree.shared_end(shared_end), span.end)
         self.shared_begin = self.tree.shared_begin(self.row_begin(self.tiling.rows - 1, span))
-        last = T.meta_var(self.rows.warp_row + self.tiling.warp_rows - 1)
-        has_rows = T.meta_var(self.rows.exists(self.rows.warp_row))
-        self.warp_end = T.if_then_else(has_rows, self.row_end(last), 0)
+        first = T.meta_var(self.rows.joint_row)
+        last = T.meta_var(first + self.tiling.joint_rows - 1)
+        self.joint_end = T.if_then_else(self.rows.exists(first), self.row_end(last), 0)
         own = opaque(thread)
         for turn in T.serial(T.ceildiv(self.tiling.rows, self.tiling.num_threads)):
             row = turn * self.tiling.num_threads + own

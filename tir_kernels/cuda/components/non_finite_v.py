@@ -11,6 +11,7 @@ them are NaN, and no others. Their logs, which do not depend on V, are those of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from tvm.script import tirx as T
 
@@ -23,7 +24,7 @@ from ..warp import shuffle_xor
 from .block_memory import NUM_VARIABLES, BlockMemory
 from .query_rows import QueryRows
 
-MAX_POSITIONS = 64  # of a tile: each has a bit in shared memory
+MAX_POSITIONS = 128  # of a tile: each has a bit in shared memory
 LARGEST = 3.0e38  # of all logs
 _FIRST_WORD = NUM_VARIABLES
 _NEEDED = _FIRST_WORD + MAX_POSITIONS // WARP
@@ -48,13 +49,22 @@ class NonFiniteGuard:
     memory : BlockMemory
     is_needed : bool
         False where all rows see the same columns. Codes of quantized V are always finite.
+    sync : callable
+        Emits the barrier behind which the block reads tiles.
     """
 
     def __init__(
-        self, spec: KernelSpec, tiling: Tiling, rows: QueryRows, memory: BlockMemory, is_needed
+        self,
+        spec: KernelSpec,
+        tiling: Tiling,
+        rows: QueryRows,
+        memory: BlockMemory,
+        is_needed: bool,
+        sync: Callable,
     ):
         self.width, self.tiling, self.rows = spec.v_head_dim, tiling, rows
         self.memory, self.is_needed = memory, is_needed and tiling.codes is None
+        self.sync = sync
         self.num_words = -(-tiling.positions // WARP)
         self.own_rows = range(rows.count)
         self.mode = T.local_scalar(I32)
@@ -108,7 +118,7 @@ class NonFiniteGuard:
                 for word in T.unroll(self.num_words):
                     if T.truncdiv(position, WARP) == word:
                         ptx("st.shared.b32", self.memory.word(_FIRST_WORD + word), bit)
-        sync_block()
+        self.sync()
 
     def _any_not_finite(self, words):
         found = [
@@ -141,9 +151,9 @@ class NonFiniteGuard:
 
     @staticmethod
     def _is_marked(words: Registers, column):
-        word = words[0]
-        if words.count > 1:
-            word = T.if_then_else(column < WARP, words[0], words[1])
+        word = words[words.count - 1]
+        for i in reversed(range(words.count - 1)):
+            word = T.if_then_else(column < (i + 1) * WARP, words[i], word)
         bit = T.shift_right(word, T.cast(T.truncmod(column, WARP), U32))
         return T.bitwise_and(bit, T.uint32(1)) != T.uint32(0)
 

@@ -153,6 +153,9 @@ class KvPipeline:
         self.v_begin = v_slice * tiling.columns
         # Without tensor cores, registers are what there is least of.
         self.loop = T.unroll if tiling.is_tensor else T.serial
+        # All rows of a thread may be in the same place of their pages.
+        steps = self.row_step, threads.count * tiling.positions
+        self.keeps_slot = tiling.is_hopper and all(n % spec.page_size == 0 for n in steps)
         self.num_tiles = T.local_scalar("int32")
         self.start = T.local_scalar("int32")
         self.end = T.local_scalar("int32")
@@ -204,6 +207,8 @@ class KvPipeline:
         self.num_tiles = T.truncdiv(end - start + positions - 1, positions)
         self.start = start + self.threads.index * self.tiling.positions
         self.end = end
+        if self.keeps_slot:
+            self.rows.keep_slot(self._position(0, 0))
         self._find(T.int32(0))
         for tile in T.serial(self.ahead):  # unrolled, addresses of all copies are kept at once
             self._issue(tile)

@@ -39,6 +39,7 @@ class QueryRows:
     def __init__(self, spec: KernelSpec, tiling: Tiling, work):
         self.group, self.work, self.row_ids = spec.group_size, work, work.items.row_ids
         self.warp_rows, self.count = tiling.warp_rows, tiling.rows_of_thread
+        self.joint_rows = tiling.joint_rows
         self.thread, self.lane, self.warp_row = (T.local_scalar(I32) for _ in range(3))
 
     @inline
@@ -47,6 +48,13 @@ class QueryRows:
         self.thread = opaque(thread)
         self.lane = T.truncmod(self.thread, WARP)
         self.warp_row = T.truncdiv(self.thread, WARP) * self.warp_rows
+
+    @property
+    def joint_row(self):
+        """Return the first row of the warps that multiply together."""
+        if self.joint_rows == self.warp_rows:
+            return self.warp_row
+        return self.warp_row - T.truncmod(self.warp_row, self.joint_rows)
 
     def own(self, h):
         """Return row h of the thread, in the tile."""

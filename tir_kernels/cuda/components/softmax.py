@@ -18,7 +18,7 @@ from ...script import inline
 from ...semantics.softmax import NO_SUM, NOTHING_SEEN, with_sink
 from .. import scalars
 from ..emit import F32
-from ..scalars import exp2, log2
+from ..scalars import exp2, fused_multiply_add, log2
 from ..warp import any_of, over_lanes
 
 ROWS = 2  # of a thread, in an instruction
@@ -66,6 +66,11 @@ def scale_all(products, factor):
                 products[n, h, e] *= factor
 
 
+def scaled(score, factor):
+    """Multiply by a factor, if there is one."""
+    return score if factor is None else score * factor
+
+
 @T.meta_class
 class OnlineSoftmax:
     """Running maximum, sum and output of a thread's rows.
@@ -79,6 +84,8 @@ class OnlineSoftmax:
 
     Attributes
     ----------
+    row_max : float32 registers
+        Of the scores, before a factor of `update`.
     output : products
         The weighted sum of V relative to `row_max`; divided by `row_sum` after `finish`.
     lse : float32 registers
@@ -101,8 +108,10 @@ class OnlineSoftmax:
         clear(self.output)
 
     @inline
-    def update(self, scores):
+    def update(self, scores, factor=None):
         """Turn scores into weights, and scale what was summed so far where that is needed.
+
+        Scores may have to be multiplied by a positive factor.
 
         Weights may be as large as ``2 ** SLACK``: after the first columns of a row its maximum
         seldom grows by more, so the output is seldom scaled. Sums come out the same. That of a row
@@ -118,26 +127,41 @@ class OnlineSoftmax:
                 for e in T.unroll(2):
                     top[h] = T.max(top[h], scores[n, h, e])
             top[h] = over_lanes(top[h], T.max, ROW_LANES)
-        grows = T.meta_var([top[h] > self.row_max[h] + T.float32(SLACK) for h in range(self.rows)])
+        grows = T.meta_var([self._grows(top[h], h, factor) for h in range(self.rows)])
         if any_of(functools.reduce(T.Or, grows)):
             for h in T.unroll(self.rows):
-                self.factor[h] = exp2(self.row_max[h] - top[h])
+                self.factor[h] = exp2(scaled(self.row_max[h] - top[h], factor))
                 self.row_max[h] = top[h]
                 self.row_sum[h] *= self.factor[h]
             scale_rows(self.output, self.factor)
         for h in T.unroll(self.rows):
+            top[h] = scaled(self.row_max[h], factor)
             for n in T.unroll(scores.shape[0]):
                 for e in T.unroll(2):
-                    scores[n, h, e] = exp2(scores[n, h, e] - self.row_max[h])
+                    scores[n, h, e] = exp2(self._below(scores[n, h, e], top[h], factor))
                     self.row_sum[h] += scores[n, h, e]
 
+    def _grows(self, top, h, factor):
+        if factor is None:
+            return top > self.row_max[h] + T.float32(SLACK)
+        return (top - self.row_max[h]) * factor > T.float32(SLACK)
+
+    @staticmethod
+    def _below(score, top, factor):
+        if factor is None:
+            return score - top
+        return fused_multiply_add(score, factor, T.float32(0) - top)
+
     @inline
-    def finish(self, sink_of: Callable = lambda h: None):
+    def finish(self, sink_of: Callable = lambda h: None, factor=None):
         """Divide the output by the sums, and find their logs.
 
-        ``sink_of(h)`` is the sink of row h, as `with_sink` takes it, or None.
+        ``sink_of(h)`` is the sink of row h, as `with_sink` takes it, or None. The factor is that of
+        `update`.
         """
         for h in T.unroll(self.rows):
+            if factor is not None:
+                self.row_max[h] = T.max(self.row_max[h] * factor, T.float32(NOTHING_SEEN))
             summed = over_lanes(self.row_sum[h], operator.add, ROW_LANES)
             top, weight, total = T.meta_var(self._with_sink(h, summed, sink_of(h)))
             # Not its opposite: the sum of a row that has seen something that is not a number is

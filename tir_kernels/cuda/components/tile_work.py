@@ -31,7 +31,7 @@ from ...spec import KernelSpec
 from ..emit import I32, I64, WARP, as_count, launch, sync_block, wait_for_kernels_before
 from ..launcher import resident_blocks
 from ..tiles.tiling import Tiling
-from ..warp import over_lanes
+from ..warp import in_all_lanes, over_lanes
 from .kv_rows import as_int64
 from .partial_states import MERGE_BLOCK_SIZE, MERGED_ROWS, BlockStates, PartialStates
 from .query_rows import QueryRows
@@ -75,6 +75,8 @@ class TileWork:
 
     def has_next(self):
         """Whether there is work left."""
+        if self.tiling.is_hopper:  # or the compiler keeps what it needs no longer
+            return in_all_lanes(self.left) > 0
         return self.left > 0
 
     @inline

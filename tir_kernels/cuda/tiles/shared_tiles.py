@@ -69,6 +69,35 @@ class TileLayout:
         return row * self.stride + chunk * CHUNK_BYTES
 
 
+class SlabLayout(TileLayout):
+    """The layout that matrix instructions of four warps read: slabs of 128 bytes of each row.
+
+    Chunks are swizzled within a slab, the "128-byte swizzle" of the PTX ISA. Tiles begin at
+    multiples of 1 KiB.
+    """
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row to the next, in a slab."""
+        return BANK_ROWS * CHUNK_BYTES
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes from a slab to the next."""
+        return self.rows * self.stride
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the tile in bytes."""
+        return self.chunks // BANK_ROWS * self.slab_bytes
+
+    def offset(self, row, chunk):
+        """Byte at which a chunk of a row begins."""
+        slab, chunk = T.truncdiv(chunk, BANK_ROWS), T.truncmod(chunk, BANK_ROWS)
+        chunk = T.bitwise_xor(chunk, T.bitwise_and(row, BANK_ROWS - 1))
+        return slab * self.slab_bytes + row * self.stride + chunk * CHUNK_BYTES
+
+
 @T.meta_class
 class SharedTiles:
     """Tiles of one layout, one after the other in shared memory.

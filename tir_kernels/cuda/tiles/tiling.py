@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...spec import KernelSpec
 from ..emit import WARP
 from .code_tiling import CodeTiling
-from .shared_tiles import TileLayout
+from .shared_tiles import SlabLayout, TileLayout
 
 MAX_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
 MAX_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
@@ -17,12 +17,17 @@ MAX_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of p
 STEP_BYTES = 64  # of a block's description of its step, and of the state of its NaN-safe path
 SLICE_MULTIPLE = 64  # columns: a slice begins where a swizzle does
 WARP_ROWS = 16  # of an instruction
+WARPGROUP_ROWS = 64  # of an instruction of four warps
 MAX_ROWS = 128  # of a block
+MOST_ROWS = 192  # and of one that has few variables beside its products
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
 # Shared memory that a block may have where it is more than 99 KB: on 8.0, and on 9.0 and 10.0.
 LARGE_SHARED_BYTES = (163 * 1024, 227 * 1024)
 MAX_REGISTERS = 255
+HOPPER_WIDTHS = (64, 128)
+# Rows of a block whose warps multiply by fours, and the positions for which it has registers.
+HOPPER_TILES = {192: 96, 128: 128}
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -61,6 +66,8 @@ class BlockTiling:
         Quantized pages: what is copied, to be widened to tiles of K and V.
     is_latent : bool
         V is the first columns of K.
+    is_hopper : bool
+        Four warps multiply together, by the instructions of compute capability 9.0.
     """
 
     positions: int
@@ -73,6 +80,7 @@ class BlockTiling:
     kv_groups: int = 1
     is_latent: bool = False
     codes: CodeTiling | None = None
+    is_hopper: bool = False
 
     @staticmethod
     def widths(spec: KernelSpec, kv_dtype: str, max_float_columns: int) -> dict:
@@ -114,6 +122,11 @@ class BlockTiling:
         return self.positions % (16 if self.is_tensor else 8) == 0 and self.rows_per_thread > 0
 
     @property
+    def joint_rows(self) -> int:
+        """Rows of Q that warps multiply together, whose columns they therefore share."""
+        return WARPGROUP_ROWS if self.is_hopper else self.warp_rows
+
+    @property
     def rows_of_thread(self) -> int:
         """Rows of Q whose products a thread holds."""
         return self.warp_rows // 8
@@ -136,17 +149,21 @@ class BlockTiling:
     @property
     def q(self) -> TileLayout:
         """Return the layout of a tile of Q."""
-        return TileLayout(self.rows, self.depth, self.dtype)
+        return self._layout(self.rows, self.depth, self.dtype)
 
     @property
     def k(self) -> TileLayout:
         """Return the layout of a tile of K."""
-        return TileLayout(self.positions, self.depth, self.kv_dtype)
+        return self._layout(self.positions, self.depth, self.kv_dtype)
 
     @property
     def v(self) -> TileLayout:
         """Return the layout of a tile of V."""
-        return TileLayout(self.positions, self.columns, self.kv_dtype)
+        return self._layout(self.positions, self.columns, self.kv_dtype)
+
+    @property
+    def _layout(self) -> type[TileLayout]:
+        return SlabLayout if self.is_hopper else TileLayout
 
     @property
     def ahead_bytes(self) -> int:
@@ -230,6 +247,24 @@ class Tiling(BlockTiling):
         raise BlockTiling.too_large(spec)
 
     @staticmethod
+    def of_hopper(spec: KernelSpec, kv_dtype: str, max_rows: int) -> Tiling | None:
+        """The tiles for warps that multiply together; None where there are none."""
+        widths = BlockTiling.widths(spec, kv_dtype, MAX_FLOAT_COLUMNS)
+        suits = widths["depth"] == widths["columns"] and widths["depth"] in HOPPER_WIDTHS
+        suits &= on_tensor_cores(spec.dtype, widths["kv_dtype"]) and not widths["codes"]
+        suits &= not spec.alibi_slopes and max_rows >= MAX_ROWS
+        if spec.target.family != "sm_90a" or not suits:
+            return None
+        rows = max(rows for rows in HOPPER_TILES if rows <= max_rows)
+        return Tiling(
+            rows=rows,
+            warp_rows=WARP_ROWS,
+            positions=HOPPER_TILES[rows],
+            is_hopper=True,
+            **widths,
+        )
+
+    @staticmethod
     def choices(spec: KernelSpec, kv_dtype: str, max_rows: int = MAX_ROWS) -> list[Tiling]:
         """The tilings of a kernel, those with more rows first; the last one fits every GPU.
 
@@ -239,6 +274,9 @@ class Tiling(BlockTiling):
         if spec.has_two_widths:  # beside two views of pages, 32 rows of a warp spilled
             max_rows = min(max_rows, MAX_ROWS // 2)
         found = [Tiling.of(spec, kv_dtype, max_rows)]
+        hopper = Tiling.of_hopper(spec, kv_dtype, max_rows)
+        if hopper is not None:
+            return [hopper, *found]
         if spec.is_latent and found[0].is_tensor:
             for max_bytes in LARGE_SHARED_BYTES:
                 tiling = Tiling.of(spec, kv_dtype, max_rows, max_bytes)

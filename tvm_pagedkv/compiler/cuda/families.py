@@ -22,7 +22,7 @@ from .source import cuda_source
 
 # Architecture, as nvcc names it without "sm_" -> the target of its kernels. All others have those
 # of `CudaTarget()`. Instructions of one chip need the "a", as in "90a".
-FAMILIES: dict[str, CudaTarget] = {}
+FAMILIES = {"90a": CudaTarget("sm_90a")}
 
 _DISPATCH = """
 #include <cuda_runtime.h>

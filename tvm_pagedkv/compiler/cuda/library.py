@@ -25,7 +25,7 @@ from tvm_ffi import libinfo
 # Linker flags: kernels may still be queued when the last cache that calls them is gone.
 STAYS_LOADED = ("-z", "nodelete")
 # Ampere, Ada, Hopper, Blackwell. The PTX is for the lowest.
-ARCHS = ("80", "86", "89", "90", "100", "120")
+ARCHS = ("80", "86", "89", "90a", "100", "120")
 
 _FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 _VERSION_SYMBOL = "pagedkv_cuda_version"

@@ -149,6 +149,17 @@ def test_no_barrier_can_be_left_out(monkeypatch):
     assert not left
 
 
+def test_warps_that_slice_v_wait_for_each_other(monkeypatch):
+    """Two warps of a row read its log before one of them stores the merged one."""
+    name, barrier = "mla_prefill_shared", " tvm_builtin_cuda_cta_sync();"
+    sliced = make_spec((2, 1), (576, 512), page=8, rope=NONE, kind="mla")
+    monkeypatch.setitem(RACING, name, sliced)
+    source = cuda_text(name, sliced)
+    assert source.count(barrier) == 3 * 6  # three tilings, of which the first one runs
+    assert not _wrong_schedules(name, source, monkeypatch)
+    assert _wrong_schedules(name, mutated(source, barrier, which=4), monkeypatch)
+
+
 if __name__ == "__main__":
     import tvm.testing
 

@@ -101,7 +101,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 work.slice,
                 kv_rows,
             )
-            k, v, scales = pipeline.k, pipeline.v, pipeline.scales
+            k, scales = pipeline.k, pipeline.scales
             has_barrier = T.meta_var(spec.target.family == "sm_90a")
             memory = BlockMemory(shared, pipeline.end_byte, tiling, has_barrier)
             tree = NoTree() if a.tree_order is None else TreeMask(a, tiling, rows, memory)
@@ -132,6 +132,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 guard.begin()
                 while guard.has_pass():  # a second one only where V is not finite
                     rows.begin(thread)
+                    v = pipeline.v.from_chunk(T.truncdiv(rows.v_begin, pipeline.v.layout.per_chunk))
                     products = products_of_block(tiling, q, k, v, rows)
                     tree.begin(mask.k_offset)
                     softmax.reset()

@@ -39,7 +39,7 @@ class QueryRows:
     def __init__(self, spec: KernelSpec, tiling: Tiling, work):
         self.group, self.work, self.row_ids = spec.group_size, work, work.items.row_ids
         self.warp_rows, self.count = tiling.warp_rows, tiling.rows_of_thread
-        self.joint_rows = tiling.joint_rows
+        self.joint_rows, self.tiling = tiling.joint_rows, tiling
         self.thread, self.lane, self.warp_row = (T.local_scalar(I32) for _ in range(3))
 
     @inline
@@ -47,7 +47,19 @@ class QueryRows:
         """Find the thread's rows anew, so that registers keep nothing that depends on them."""
         self.thread = opaque(thread)
         self.lane = T.truncmod(self.thread, WARP)
-        self.warp_row = T.truncdiv(self.thread, WARP) * self.warp_rows
+        warp = T.meta_var(T.truncdiv(self.thread, WARP))
+        if self.tiling.warp_slices > 1:
+            self.warp_row = T.truncmod(warp, self.tiling.row_warps) * self.warp_rows
+        else:
+            self.warp_row = warp * self.warp_rows
+
+    @property
+    def v_begin(self):
+        """Return the first column of the block's slice of V that the warp sums."""
+        tiling = self.tiling
+        if tiling.warp_slices == 1:
+            return 0
+        return T.truncdiv(self.thread, tiling.row_warps * WARP) * tiling.columns
 
     @property
     def joint_row(self):

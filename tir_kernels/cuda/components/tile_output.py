@@ -45,7 +45,13 @@ class TileOutput:
     ):
         self.tiling, self.o, self.lse, self.rows = tiling, a.o, a.lse, rows
         self.work, self.states, self.tiles = rows.work, states, tiles
-        self.width, self.v_begin = spec.v_head_dim, self.work.slice * tiling.columns
+        # The first columns of the block, and of the warp.
+        self.width, self.block_begin = spec.v_head_dim, self.work.slice * tiling.columns
+
+    @property
+    def v_begin(self):
+        """Return the first column that the warp sums."""
+        return self.block_begin + self.rows.v_begin
 
     @property
     def num_chunks(self):
@@ -53,7 +59,7 @@ class TileOutput:
         per_chunk = self.tiling.o.per_chunk
         if self.tiling.slices == 1:
             return self.width // per_chunk
-        return T.min(self.tiling.o.chunks, T.truncdiv(self.width - self.v_begin, per_chunk))
+        return T.min(self.tiling.o.chunks, T.truncdiv(self.width - self.block_begin, per_chunk))
 
     @inline
     def prepare(self, softmax):
@@ -63,7 +69,7 @@ class TileOutput:
     def store_lse(self, lse, thread):
         """Store the logs of the rows; where other blocks see more, with their states."""
         self.rows.begin(thread)
-        is_first = T.meta_var(T.And(T.truncmod(self.rows.lane, 4) == 0, self.work.slice == 0))
+        is_first = T.meta_var(T.And(T.truncmod(self.rows.lane, 4) == 0, self.v_begin == 0))
         for h in T.unroll(self.rows.count):
             row = T.meta_var(self.rows.own(h))
             if T.And(is_first, self.rows.exists(row)):
@@ -101,7 +107,7 @@ class TileOutput:
     @inline
     def _store_rows_of_o(self, output):
         """Write the rows of O, through shared memory."""
-        column = T.meta_var(T.truncmod(self.rows.lane, 4) * 2)
+        column = T.meta_var(self.rows.v_begin + T.truncmod(self.rows.lane, 4) * 2)
         for n in T.unroll(output.shape[0]):
             for h in T.unroll(self.rows.count):
                 pair = T.meta_var([output[n, h, e] for e in range(2)])
@@ -117,7 +123,7 @@ class TileOutput:
             if T.And(self.rows.exists(row), chunk < self.num_chunks):
                 taken = T.meta_var([words[i] for i in range(4)])
                 ptx("ld.shared.v4.b32", *taken, self.tiles.pointer(0, row, chunk))
-                first = T.meta_var(self.v_begin + chunk * self.tiles.layout.per_chunk)
+                first = T.meta_var(self.block_begin + chunk * self.tiles.layout.per_chunk)
                 self._store_chunk(row, (*self.rows.index(row), first), words)
 
     def _store_chunk(self, row, index: tuple, words) -> None:
@@ -150,14 +156,18 @@ class MergedOutput(TileOutput):
             before = T.alloc_local((self.rows.count,), F32, layout=None)
             for h in T.unroll(self.rows.count):
                 before[h] = self.lse_before[self.rows.index(self.rows.own(h))]
-            sync_warp()  # all threads of a row have it
+            if self.tiling.warp_slices > 1:
+                sync_block()  # all warps of a row have it
+            else:
+                sync_warp()  # all threads of a row have it
             for h in T.unroll(self.rows.count):
                 merged = T.meta_var(MergedLse(before[h], softmax.lse[h], 1, scalars))
                 softmax.lse[h] = merged.lse
                 for n in T.unroll(softmax.output.shape[0]):
                     for e in T.unroll(2):
                         softmax.output[n, h, e] *= merged.weights[1]
-                if T.truncmod(self.rows.lane, 4) == 0:
+                is_first = T.meta_var(T.truncmod(self.rows.lane, 4) + self.rows.v_begin == 0)
+                if is_first:
                     pointer = T.meta_var(self.memory.bounds(self.rows.own(h)))
                     ptx("st.shared.f32", pointer, merged.weights[0])
 

@@ -127,6 +127,13 @@ class SharedTiles:
         self.memory, self.begin, self.layout, self.count = memory, begin, layout, count
         self.first_chunk, self.tile_bytes = first_chunk, tile_bytes or layout.num_bytes
 
+    def from_chunk(self, chunk) -> SharedTiles:
+        """Return the same tiles, with a later chunk, a multiple of eight, as their first one."""
+        first_chunk = self.first_chunk + chunk
+        return SharedTiles(
+            self.memory, self.begin, self.layout, self.count, first_chunk, self.tile_bytes
+        )
+
     @property
     def end(self) -> int:
         """Byte behind the last one."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...spec import KernelSpec
 from ..emit import WARP
@@ -25,6 +25,7 @@ REGISTER_FILE = 65536
 # Shared memory that a block may have where it is more than 99 KB: on 8.0, and on 9.0 and 10.0.
 LARGE_SHARED_BYTES = (163 * 1024, 227 * 1024)
 MAX_REGISTERS = 255
+FEW_ROWS_STAGES = 4  # of latent rows, for sixteen rows of Q
 HOPPER_WIDTHS = (64, 128)
 # Rows of a block whose warps multiply by fours, and the positions for which it has registers.
 HOPPER_TILES = {192: 96, 128: 128}
@@ -53,7 +54,7 @@ class BlockTiling:
     depth : int
         Elements of a row of Q and K, zeros behind them included.
     columns : int
-        Elements of a row of V that a block sums.
+        Elements of a row of V that a warp sums.
     slices : int
         Blocks among which the columns of V are sliced.
     stages : int
@@ -66,6 +67,8 @@ class BlockTiling:
         Quantized pages: what is copied, to be widened to tiles of K and V.
     is_latent : bool
         V is the first columns of K.
+    warp_slices : int
+        Groups of warps of a block among which the columns of V are sliced.
     is_hopper : bool
         Four warps multiply together, by the instructions of compute capability 9.0.
     """
@@ -81,6 +84,7 @@ class BlockTiling:
     is_latent: bool = False
     codes: CodeTiling | None = None
     is_hopper: bool = False
+    warp_slices: int = 1
 
     @staticmethod
     def widths(spec: KernelSpec, kv_dtype: str, max_float_columns: int) -> dict:
@@ -224,6 +228,10 @@ class Tiling(BlockTiling):
             For heads of which not even the smallest ones fit.
         """
         widths = BlockTiling.widths(spec, kv_dtype, MAX_FLOAT_COLUMNS)
+        if spec.is_latent and on_tensor_cores(spec.dtype, widths["kv_dtype"]):
+            if not widths["codes"]:  # a latent row is copied once for all columns of V
+                widths |= {"warp_slices": widths["slices"], "slices": 1}
+                max_rows = min(max_rows, MAX_ROWS // widths["warp_slices"])
         sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(max_rows, WARP_ROWS)]
         # ALiBi takes two registers for each row of a thread.
         has_registers = widths["columns"] <= MAX_COLUMNS // 2 and not spec.alibi_slopes
@@ -277,6 +285,9 @@ class Tiling(BlockTiling):
         hopper = Tiling.of_hopper(spec, kv_dtype, max_rows)
         if hopper is not None:
             return [hopper, *found]
+        if found[0].warp_slices > 1:  # few warps: more tiles in flight make up for it
+            few = Tiling.of(spec, kv_dtype, WARP_ROWS)
+            found.append(replace(few, positions=WARP_ROWS, stages=FEW_ROWS_STAGES))
         if spec.is_latent and found[0].is_tensor:
             for max_bytes in LARGE_SHARED_BYTES:
                 tiling = Tiling.of(spec, kv_dtype, max_rows, max_bytes)
@@ -287,12 +298,17 @@ class Tiling(BlockTiling):
     @property
     def num_group_threads(self) -> int:
         """Threads of the block."""
-        return self.rows // self.warp_rows * WARP
+        return self.warp_slices * self.row_warps * WARP
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that divide the rows."""
+        return self.rows // self.warp_rows
 
     @property
     def o(self) -> TileLayout:
         """The tile of O, which replaces Q in the end."""
-        return TileLayout(self.rows, self.columns, self.dtype)
+        return TileLayout(self.rows, self.warp_slices * self.columns, self.dtype)
 
     @property
     def num_bytes(self) -> int:

@@ -275,7 +275,7 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("store", ["works", "hangs"])
+@pytest.mark.parametrize("store", ["works", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_the_interpreter_exits(store):
     """Pending pages are written at exit; a store that hangs costs some seconds."""
     command = [sys.executable, "-c", AT_EXIT, store]

@@ -22,7 +22,11 @@ from ..support.selections import with_slow
 @pytest.mark.parametrize("seed", with_slow(range(2), 1))
 @pytest.mark.parametrize(
     ("dtype", "history"),
-    [pytest.param("float32", None, marks=pytest.mark.slow), ("float32", 16), ("bfloat16", None)],
+    [
+        ("float32", 16),
+        pytest.param("float32", None, marks=pytest.mark.slow),
+        pytest.param("bfloat16", None, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_random_operations(dtype, history, seed):

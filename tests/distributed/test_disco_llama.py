@@ -130,6 +130,7 @@ def test_command_names_its_workers(capfd):
     assert "num_shards must divide num_heads (6)" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_biases_and_untied_embeddings(model_of, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tvm import tirx
@@ -103,10 +104,10 @@ def compile_families(
         compile_library(source_of(family), path, archs)
         return
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = []
-        for family, own_archs in grouped.items():
-            objects.append(Path(folder, f"{family.family}.o"))
-            compile_object(source_of(family, f"_{family.family}"), objects[-1], own_archs)
+        sources = [source_of(family, f"_{family.family}") for family in grouped]
+        objects = [Path(folder, f"{family.family}.o") for family in grouped]
+        with ThreadPoolExecutor() as pool:  # each runs nvcc
+            list(pool.map(compile_object, sources, objects, grouped.values()))
         link_objects(objects, _dispatch(list(symbols.values()), list(grouped)), path, archs)
 
 

@@ -48,6 +48,13 @@ def test_a_library_holds_device_code_and_no_source(library):
 
 
 @needs_nvcc
+def test_instructions_of_one_chip_have_no_ptx(tmp_path):
+    """Later GPUs could not run it, though its number is lower."""
+    compile_library('extern "C" __global__ void empty() {}', tmp_path / "x.so", ("90a",))
+    assert device_code(tmp_path / "x.so") == {DeviceCode("sass", 90)}
+
+
+@needs_nvcc
 def test_a_library_loads_without_a_gpu_and_checks_arguments(library):
     merge = tvm_ffi.load_module(str(library)).get_function("merge")
     o, lse = (tvm.runtime.tensor(np.zeros((1, 2, *d), t)) for d, t in (((64,), F16), ((), F32)))

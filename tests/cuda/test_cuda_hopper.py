@@ -106,6 +106,15 @@ def test_soft_cap_and_inline_rope(kind, seed):
     _check(kind, spec, [(150, 231), (97, 98)], seed, inline=True)
 
 
+@pytest.mark.parametrize("sm_scale", [0.0, -0.3, 2.0])
+def test_every_scale(sm_scale):
+    """The softmax scales by positive factors only."""
+    case = PagedBatch(SMALL, [(90, 140)], 0)
+    case.sm_scale = sm_scale
+    case.prefill()
+    case.verify()
+
+
 @parametrize_seed
 def test_dropped_positions(seed):
     lengths = [(70, 230, 4, 13, 40), (150, 190, 70, 75, 9), (7, 7, 9, 9, 2)]

@@ -24,7 +24,7 @@ from tvm_ffi import libinfo
 
 # Linker flags: kernels may still be queued when the last cache that calls them is gone.
 STAYS_LOADED = ("-z", "nodelete")
-# Ampere, Ada, Hopper, Blackwell. The PTX is for the lowest.
+# Ampere, Ada, Hopper, Blackwell. The PTX is for the lowest, and for no GPU with an "a".
 ARCHS = ("80", "86", "89", "90a", "100", "120")
 
 _FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -181,7 +181,8 @@ def _compile(source: str, path: Path, archs: Sequence[str], flags: Sequence[str]
     text.write_text(source)
     lowest = min(archs, key=lambda arch: int(arch.rstrip("a")))
     codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    codes.append(f"arch=compute_{lowest},code=compute_{lowest}")
+    if not lowest.endswith("a"):  # what such PTX asks for, later GPUs have not
+        codes.append(f"arch=compute_{lowest},code=compute_{lowest}")
     try:
         _run(
             *(nvcc, "-std=c++17", "-O3", "-w", "-Xcompiler", "-fPIC", "--threads", "0"),

@@ -34,7 +34,8 @@ class Schedule:
         "skewed": one warp runs as far ahead of the others as it can. Blocks are shuffled too,
         unless in turn.
     eager : bool
-        Asynchronous copies land at once; otherwise when they are waited for.
+        Asynchronous copies land at once, and products of warpgroups too unless the order is
+        "skewed"; otherwise when they are waited for.
     seed : int
     """
 

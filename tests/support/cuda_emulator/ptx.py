@@ -82,10 +82,13 @@ def _multiply_together(match, operands) -> str:
     d, rest = operands[:count], operands[count:]
     sums = f"float* d[] = {{{', '.join(f'&{name}' for name in d)}}};"
     *a, b, adds = rest
-    if len(a) > 1:  # A in registers
-        words, begin, is_transposed = f"uint32_t a[] = {{{', '.join(a)}}};", "0", match[3]
+    if len(a) > 1:  # A in registers, which are read when the products are waited for
+        words = f"const uint32_t* a[] = {{{', '.join(f'&{name}' for name in a)}}};"
+        begin, is_transposed = "0", match[3]
     else:
-        words, begin, is_transposed = "uint32_t* a = nullptr;", a[0], match[4]
+        if match[3] != "0":
+            raise NotImplementedError("the emulator does not know a transposed A of wgmma")
+        words, begin, is_transposed = "const uint32_t** a = nullptr;", a[0], match[4]
     return (
         f"{sums} {words} emulator::MultiplyTogether(d, {columns}, a, {begin}, {b}, "
         f"{is_transposed}, {adds}, {_FLOAT_TYPES[match[2]]});"
@@ -129,17 +132,17 @@ def _store(match, operands) -> str:
 def _load_shared(match, operands) -> str:
     count, size = _num_words(match), _WORD_BYTES[match[2]]
     *words, address = operands
-    source = f"const char* source = emulator::SharedPointer({address}, {count * size});"
-    parts = [_copy(f"&{w}", f"source + {i * size}", size) for i, w in enumerate(words)]
-    return " ".join([source, *parts])
+    parts = [_copy(f"&{w}", f"values + {i * size}", size) for i, w in enumerate(words)]
+    loaded = f"emulator::LoadShared(values, {address}, {count * size});"
+    return " ".join([f"char values[{count * size}];", loaded, *parts])
 
 
 def _store_shared(match, operands) -> str:
     count, size = _num_words(match), _WORD_BYTES[match[2]]
     address, *words = operands
-    to = f"char* to = emulator::SharedPointer({address}, {count * size});"
-    parts = [_copy(f"to + {i * size}", f"&{w}", size) for i, w in enumerate(words)]
-    return " ".join([to, *parts])
+    parts = [_copy(f"values + {i * size}", f"&{w}", size) for i, w in enumerate(words)]
+    stored = f"emulator::StoreShared({address}, values, {count * size});"
+    return " ".join([f"char values[{count * size}];", *parts, stored])
 
 
 def _permute(match, operands) -> str:
@@ -173,7 +176,8 @@ _INSTRUCTIONS: list[tuple[str, Callable]] = [
         r"wgmma\.wait_group\.sync\.aligned (\d+)",
         lambda match, operands: f"emulator::WaitForProducts({match[1]});",
     ),
-    (r"wgmma\.fence|$", _nothing),
+    (r"wgmma\.fence", lambda match, operands: "emulator::FenceProducts();"),
+    (r"$", _nothing),
     (r"fence\.proxy\.async", lambda match, operands: "emulator::PublishShared();"),
     (r"cvt\.rn\.(b?f16)x2\.f32", _pack),
     (r"cvt\.f32\.(b?f16)", _widen),

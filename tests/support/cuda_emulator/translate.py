@@ -67,7 +67,10 @@ def _helper(match: re.Match) -> str:
         text = "".join(_STRING.findall(assembly[1])).strip()
         names = [p.split()[-1].lstrip("&*") for p in match["parameters"].split(",") if p.strip()]
         body = emulate(text, names)
-    return f"static inline {match['type']} {match['name']}({match['parameters']}) {{ {body} }}"
+    parameters = match["parameters"]
+    if "wgmma" in match["name"]:  # it reads registers later
+        parameters = re.sub(r"(uint\w+) (__a\d)\b", r"\1& \2", parameters)
+    return f"static inline {match['type']} {match['name']}({parameters}) {{ {body} }}"
 
 
 def _kernel(text: str) -> str:

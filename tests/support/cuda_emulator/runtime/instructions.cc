@@ -100,7 +100,7 @@ void ArriveAtBarrier(int id, int num_threads) {
 }
 
 void CopyAsync(uint32_t to, const void* from, int num_bytes, int source_bytes) {
-  char* destination = SharedPointer(to, num_bytes);
+  char* destination = BeginSharedWrite(to, num_bytes);
   if (source_bytes > 0) RequireAligned(from, num_bytes);
   auto copy = [=] {
     std::memset(destination, 0, num_bytes);
@@ -108,11 +108,12 @@ void CopyAsync(uint32_t to, const void* from, int num_bytes, int source_bytes) {
   };
   Machine& m = machine();
   m.copied_bytes += source_bytes;
-  if (m.schedule.eager) {
-    copy();
-  } else {
-    m.current->open.push_back(copy);
-  }
+  const bool is_eager = m.schedule.eager;
+  if (is_eager) copy();
+  m.current->open.push_back([=] {
+    if (!is_eager) copy();
+    EndSharedWrite(to, num_bytes);
+  });
 }
 
 void CommitCopies() {
@@ -126,7 +127,6 @@ void WaitForCopies(int groups_left) {
   while (static_cast<int>(thread.committed.size()) > groups_left) {
     for (auto& copy : thread.committed.front()) copy();
     thread.committed.pop_front();
-    NoteSharedChange();
   }
 }
 
@@ -179,7 +179,7 @@ void LoadMatrices(uint32_t* const* registers, int count, bool transposed, uint32
       uint16_t rows[8][8];
       for (int i = 0; i < 8; ++i) {
         const uint32_t row = static_cast<Lane*>(slots[matrix * 8 + i])->address;
-        std::memcpy(rows[i], SharedPointer(row, 16), 16);
+        std::memcpy(rows[i], SharedOfWarp(row, 16), 16);
       }
       for (int lane = 0; lane < kWarpSize; ++lane) {
         const int i = lane / 4, j = lane % 4 * 2;

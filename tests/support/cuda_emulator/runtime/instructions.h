@@ -44,13 +44,13 @@ void MultiplyMatrices(float* const* d, const uint32_t* a, const uint32_t* b, con
 
 // wgmma: d += a * b of the 64 rows of four warps. A is in registers, or where its descriptor says;
 // B where its descriptor says, with its columns, or else its rows, side by side. Without `adds` d
-// is overwritten. A warp's sums come, and shared memory is read, when it waits.
-void MultiplyTogether(float* const* d, int columns, const uint32_t* a, uint64_t a_descriptor,
+// is overwritten. A warp's sums come, and its operands are read, when it waits.
+void MultiplyTogether(float* const* d, int columns, const uint32_t* const* a, uint64_t a_descriptor,
                       uint64_t b_descriptor, bool transposed, bool adds, FloatType type);
+// wgmma.fence, which has to come between accesses of threads to registers and products.
+void FenceProducts();
 void CommitProducts();
 void WaitForProducts(int groups_left);
-// fence.proxy.async: what was written to shared memory is there for these instructions, too.
-void PublishShared();
 
 // ld and st of `num_bytes`, with the alignment that hardware asks for.
 void Load(void* registers, const void* from, size_t num_bytes);

@@ -53,9 +53,6 @@ constexpr int kMaxThreads = 1024;
 // Rounds without progress after which no thread will ever go on.
 constexpr int kIdleRounds = 3;
 
-alignas(1024) char shared_memory[kMaxSharedBytes + kGuardBytes];
-char published_memory[kMaxSharedBytes];
-bool shared_changed = true;  // since it was published: by any access, which may be a write
 void* scheduler_stack = nullptr;
 std::mt19937 random_bits;
 
@@ -108,8 +105,8 @@ void BeginBlock() {
   m.threads.assign(count, Thread());
   m.warps.assign((count + kWarpSize - 1) / kWarpSize, Warp());
   for (Barrier& barrier : m.barriers) barrier = Barrier();
-  std::memset(shared_memory, 0xff, sizeof(shared_memory));  // NaN in every float type
-  std::memset(published_memory, 0xff, sizeof(published_memory));
+  m.products.assign(m.warps.size() / kWarpgroupWarps, {});
+  BeginShared();
   for (int i = 0; i < count; ++i) {
     Thread& thread = m.threads[i];
     thread.linear = i;
@@ -166,14 +163,13 @@ void RunBlock() {
     before = m.progress;
     if (idle >= kIdleRounds) throw Fault("deadlock: threads wait for what will never come");
   }
+  if (m.fault.empty()) EndProducts();
 }
 
 // Runs all blocks of a grid, and the grids before when they are waited for, or in the end.
 void Run(const Submitted& grid, std::function<void()> run_before) {
   Machine& m = machine();
-  const size_t num_kept = depth ? kMaxSharedBytes : 0;
-  const std::vector<char> memory(shared_memory, shared_memory + num_kept);
-  const std::vector<char> published(published_memory, published_memory + num_kept);
+  const std::vector<char> memory(SharedBase(), SharedBase() + (depth ? kMaxSharedBytes : 0));
   Grid outer = std::exchange(static_cast<Grid&>(m), Grid());
   void* const outer_stack = scheduler_stack;
   ++depth;
@@ -212,9 +208,7 @@ void Run(const Submitted& grid, std::function<void()> run_before) {
   --depth;
   scheduler_stack = outer_stack;
   static_cast<Grid&>(m) = std::move(outer);
-  std::copy(memory.begin(), memory.end(), shared_memory);
-  std::copy(published.begin(), published.end(), published_memory);
-  shared_changed = true;
+  std::copy(memory.begin(), memory.end(), SharedBase());
 }
 
 // Runs the first grids that were submitted.
@@ -293,34 +287,6 @@ void MeetInWarp(const char* operation, void* mine, const std::function<void(void
   } else {
     WaitUntil([&] { return warp.phase != phase; });
   }
-}
-
-void NoteSharedChange() { shared_changed = true; }
-
-void PublishShared() {
-  if (!shared_changed) return;
-  std::memcpy(published_memory, shared_memory, machine().shared_bytes);
-  shared_changed = false;
-}
-
-const char* PublishedPointer(uint32_t address, size_t num_bytes) {
-  return published_memory + (SharedPointer(address, num_bytes) - shared_memory);
-}
-
-char* SharedBase() { return shared_memory; }
-
-uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const char*>(pointer) - shared_memory);
-}
-
-char* SharedPointer(uint32_t address, size_t num_bytes) {
-  if (address + num_bytes > machine().shared_bytes) {
-    throw Fault("shared memory: " + std::to_string(num_bytes) + " bytes at " +
-                std::to_string(address) + " of " + std::to_string(machine().shared_bytes));
-  }
-  if (address % num_bytes != 0) throw Fault("shared memory: an access that is not aligned");
-  shared_changed = true;
-  return shared_memory + address;
 }
 
 }  // namespace emulator

@@ -3,21 +3,23 @@
 #ifndef TESTS_CUDA_EMULATOR_MACHINE_H_
 #define TESTS_CUDA_EMULATOR_MACHINE_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "shared.h"
 
 namespace emulator {
 
 constexpr int kWarpSize = 32;
+constexpr int kWarpgroupWarps = 4;
 constexpr int kNumBarriers = 16;
-constexpr size_t kMaxSharedBytes = 227 * 1024;  // of a block, as usual; a device may have less
-// Behind the shared memory of a launch, so that an access past its end is seen.
-constexpr size_t kGuardBytes = 1024;
 constexpr int kUsualMultiprocessors = 20;
 constexpr int kUsualPtxVersion = 90;
 
@@ -37,6 +39,9 @@ struct Schedule {
   // Copies land at once; otherwise as late as a wait allows.
   bool eager = false;
   uint32_t seed = 1;
+
+  // So do products of warpgroups, but that one of the eager orders shows what comes too early.
+  bool has_eager_products() const { return eager && order != kSkewed; }
 };
 
 // Threads of a warp deposit a pointer to what they bring to a collective operation.
@@ -49,6 +54,8 @@ struct Warp {
   // Groups of products that were committed, and the products of the open one.
   std::deque<std::vector<std::function<void()>>> products;
   std::vector<std::function<void()>> open_products;
+  size_t num_products = 0;  // since the block began
+  bool is_fenced = false;   // wgmma.fence, since it last waited for products
 };
 
 struct Barrier {
@@ -66,6 +73,8 @@ struct Thread {
   // Groups of asynchronous copies that were committed, and the copies of the open one.
   std::deque<std::vector<std::function<void()>>> committed;
   std::vector<std::function<void()>> open;
+  // Bytes of shared memory written since its last proxy fence: where they begin, and how many.
+  std::vector<std::pair<uint32_t, size_t>> written;
 };
 
 struct Launch {
@@ -84,6 +93,9 @@ using DeviceLaunch = bool (*)(void* stream, const Launch& launch,
 using DeviceTake = void* (*)(void* stream, size_t num_bytes);
 using DeviceGiveBack = void (*)(void* stream, void* memory);
 
+// Operands and kind of a product of a warpgroup, but for registers.
+using Product = std::array<uint64_t, 7>;
+
 // A grid that runs, and the block of it that does.
 struct Grid {
   Index3 grid, block, block_index;
@@ -91,6 +103,9 @@ struct Grid {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barriers[kNumBarriers];
+  std::vector<char> published;  // shared memory as it was behind proxy fences
+  // What the warps of each warpgroup have multiplied: all of them the same.
+  std::vector<std::vector<Product>> products;
   Thread* current = nullptr;
   int64_t copied_bytes = 0;  // by the block
   std::function<void()> kernel;
@@ -139,6 +154,9 @@ bool RunSubmitted(bool launcher_ends);
 // griddepcontrol.wait
 void WaitForGridBefore();
 
+// Requires that the warps of a block that ends have committed the same products.
+void EndProducts();
+
 // Lets other threads run until `condition` holds.
 void WaitUntil(const std::function<bool()>& condition);
 
@@ -155,15 +173,6 @@ extern uint64_t* current_path;  // of the thread that runs
 // does not promise that threads come together again behind a branch.
 void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine,
                 bool is_aligned = false);
-
-// Shared memory as asynchronous instructions see it: as it was at the last fence of any thread.
-void NoteSharedChange();
-const char* PublishedPointer(uint32_t address, size_t num_bytes);
-
-// Shared memory: addresses are offsets into it.
-char* SharedBase();
-uint32_t SharedAddress(const void* pointer);
-char* SharedPointer(uint32_t address, size_t num_bytes);
 
 }  // namespace emulator
 

@@ -5,8 +5,8 @@
 #
 # TVM_PAGEDKV_VENV names another folder than .venv, for another apache-tvm (scripts/test_older.sh).
 #
-# The C++ is built within .venv and stays in build/: other extras install packages only, and a
-# changed Python file is copied only.
+# The C++ is built within .venv while the extras are installed, and stays in build/: other extras
+# install packages only, and a changed Python file is copied only.
 
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _venv="${TVM_PAGEDKV_VENV:-$_root/.venv}"
@@ -17,8 +17,8 @@ _sum() { # of the contents and names of the files under the given paths
     xargs -0 cksum | cksum)
 }
 
-_requirements() { # what the build, the project and the extras need, a line each
-  "$_venv/bin/python" - "$_root/pyproject.toml" "$_extras" <<'PYTHON'
+_requirements() { # of the build and the project ("base"), or of the extras ("extras"), a line each
+  "$_venv/bin/python" - "$_root/pyproject.toml" "$_extras" "$1" <<'PYTHON'
 import shutil
 import sys
 
@@ -41,26 +41,55 @@ def requirements(names):
                 yield line
 
 
-print(*settings["build-system"]["requires"], sep="\n")
-print(*[tool for tool in ("cmake", "ninja") if shutil.which(tool) is None], sep="\n")
-print(*project["dependencies"], *requirements(sys.argv[2]), sep="\n")
+extras = list(requirements(sys.argv[2]))
+# Where an extra contains a tool of the build, the build must not find it half installed.
+tools = [tool for tool in ("cmake", "ninja") if tool in extras or shutil.which(tool) is None]
+if sys.argv[3] == "base":
+    print(*settings["build-system"]["requires"], *project["dependencies"], *tools, sep="\n")
+else:
+    print(*[line for line in extras if line not in tools], sep="\n")
 PYTHON
 }
 
-_pip() { # install; quiet unless it fails
+# A shell lets its background jobs ignore Ctrl-C.
+_pip_main='import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("pip", run_name="__main__")'
+
+_pip() { # install; quiet unless it fails. The first argument names the log.
   # Python compiles a module when it is first imported. Most of torch and transformers never is, and
   # pip takes half a minute to compile them.
-  local log="$_venv/.pip.log"
-  if ! "$_venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-    --no-compile "$@" >"$log" 2>&1; then
+  local log="$_venv/.pip-$1.log"
+  if ! "$_venv/bin/python" -c "$_pip_main" install --disable-pip-version-check --progress-bar off \
+    --no-compile "${@:2}" >"$log" 2>&1; then
     tail -n 20 "$log" >&2
     echo "setup: pip failed; all of its output is in $log" >&2
     return 1
   fi
 }
 
+_install() { # the requirements of one kind, unless they are what they were
+  local wanted kept="$_venv/.requirements-$1-$_extras"
+  wanted="$(_requirements "$1")" || return 1
+  if [ "$(cat "$kept" 2>/dev/null)" != "$wanted" ]; then
+    echo "setup: installing $2" >&2
+    _pip "$1" -r /dev/stdin <<<"$wanted" || return 1
+    echo "$wanted" >"$kept"
+  fi
+}
+
+_build() { # the project itself, if its sources have changed
+  local sources
+  sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tvm_pagedkv_cli tir_kernels runtime_ext)"
+  if [ "$(cat "$_venv/.sources" 2>/dev/null)" != "$sources" ]; then
+    echo "setup: building and installing tvm_pagedkv (less than a minute)" >&2
+    (cd "$_root" && PATH="$_venv/bin:$PATH" _pip build --no-build-isolation --no-deps .) || return 1
+    echo "$sources" >"$_venv/.sources"
+  fi
+}
+
 _setup() {
-  local python="${PYTHON:-python3}" sources wanted
+  local python="${PYTHON:-python3}" build
   if [ ! -x "$_venv/bin/pip" ]; then
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
       echo "Python 3.10 or newer is needed; set PYTHON to one" >&2
@@ -69,18 +98,14 @@ _setup() {
     echo "setup: creating $_venv" >&2
     "$python" -m venv "$_venv"
   fi
-  wanted="$(_requirements)" || return 1
-  if [ "$(cat "$_venv/.requirements-$_extras" 2>/dev/null)" != "$wanted" ]; then
-    echo "setup: installing what tvm_pagedkv[$_extras] needs" >&2
-    _pip -r /dev/stdin <<<"$wanted" || return 1
-    echo "$wanted" >"$_venv/.requirements-$_extras"
-  fi
-  sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tvm_pagedkv_cli tir_kernels runtime_ext)"
-  if [ "$(cat "$_venv/.sources" 2>/dev/null)" != "$sources" ]; then
-    echo "setup: building and installing tvm_pagedkv (less than a minute)" >&2
-    (cd "$_root" && PATH="$_venv/bin:$PATH" _pip --no-build-isolation --no-deps .) || return 1
-    echo "$sources" >"$_venv/.sources"
-  fi
+  _install base "what the build needs" || return 1
+  _build &
+  build=$!
+  _install extras "what tvm_pagedkv[$_extras] needs" || {
+    wait "$build"
+    return 1
+  }
+  wait "$build"
 }
 
 if command -v flock >/dev/null; then # two commands at a time: one installs, the other waits

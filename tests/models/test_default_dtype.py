@@ -39,6 +39,8 @@ OF_FAMILIES = {
     "Mistral4ForCausalLM": OF_EXPERTS,
     "DeepseekV32ForCausalLM": OF_EXPERTS | {"q_lora_rank": 32},
     "GlmMoeDsaForCausalLM": OF_EXPERTS | {"q_lora_rank": 32},
+    "MiniMaxM3VLForCausalLM": {"index_n_heads": 2},
+    "MiniMaxM3SparseForConditionalGeneration": {"index_n_heads": 2},
     "KimiLinearForCausalLM": {"num_experts": 8, "num_experts_per_token": 2},
     "Mamba2ForCausalLM": {"num_heads": 8, "state_size": 24},
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0},

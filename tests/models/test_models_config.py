@@ -45,6 +45,8 @@ OWN_FIELDS = {
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
     "Gemma3nForConditionalGeneration": {"text_config": SHAPE | {"num_kv_shared_layers": 0}},
     "Gemma4ForConditionalGeneration": {"text_config": SHAPE},
+    "MiniMaxM3VLForCausalLM": {"index_n_heads": 2},
+    "MiniMaxM3SparseForConditionalGeneration": {"text_config": SHAPE | {"index_n_heads": 2}},
     **dict.fromkeys(
         (
             "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",

@@ -12,6 +12,7 @@ from ..relax import PagedKVCacheObject
 from . import kernels
 from .altup import AltUpLayer, Laurel
 from .beside_mlp import ExpertsBesideMlp
+from .block_indexer import BlockIndexer
 from .config import DecoderConfig
 from .latent import LatentAttention
 from .latent_choice import SparseLatentAttention
@@ -96,7 +97,8 @@ class Attention(nn.Module):
         self.num_rows = self.num_heads + 2 * self.num_kv_heads
         self.scale, width, self.options = config.sm_scale, config.hidden_size, options
         is_source = layer in dict(config.shared_kv).values()
-        self.shared = Heads(config, options, layer) if is_source else None
+        rope = config.layers_of(layer)[0].rope
+        self.shared = Heads(self.head_dim, rope, options) if is_source else None
         num_projected = self.num_rows - (self.num_kv_heads if layer in config.v_of_k else 0)
         rows = num_projected * self.head_dim
         self.qkv_proj = Linear(width, rows, options, config.qkv_bias, name=f"{name}.qkv_proj")
@@ -105,7 +107,9 @@ class Attention(nn.Module):
             self.qk_norm = QkNorm(config, options, layer)
         if config.query_scale is not None and layer in config.query_scale.layers:
             self.query_scale = config.query_scale
-        self.gate = self.sinks = None
+        self.gate = self.sinks = self.indexer = None
+        if config.indexer is not None and layer in config.indexer.layers:
+            self.indexer = BlockIndexer(config, options, layer, f"{name}.indexer")
         if config.sink_logits:
             self.sinks = nn.Parameter((self.num_heads,), "float32")
         if config.attention_gate:
@@ -134,7 +138,12 @@ class Attention(nn.Module):
             v = self.shared.take(qkv, self.num_heads + count, count, cache, rotates=False)
             step.shared_kv[layer] = k, v
         qkv = op.reshape(qkv, (1, n, self.num_rows, self.head_dim))
-        out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, self.scale, self.sinks)
+        how = self.num_heads, self.scale, self.sinks
+        if self.indexer is None:
+            out = cache.attention_with_fused_qkv(layer, qkv, *how)
+        else:
+            blocks, size = self.indexer(x, cache, layer + 1), self.indexer.blocks.size
+            out = cache.attention_to_blocks(layer, op.squeeze(qkv, 0), blocks, size, *how)
         q_width = self.num_heads * self.head_dim
         out = op.reshape(out, (n, q_width))
         if self.gate is not None:

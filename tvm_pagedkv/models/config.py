@@ -37,11 +37,13 @@ class TensorNames:
     ----------
     model : str
         What the names of the embedding, of the layers and of the final norm begin with.
-    embedding, final_norm : str
+    embedding, final_norm, lm_head : str
     attention, mixer, mlp : str
         Parts of a layer; the mixer is a recurrence or a convolution.
     q_norm, k_norm, sinks, attention_output, gate, up, down : str
         Tensors of these parts.
+    index : str
+        What the names of tensors of an indexer of blocks begin with, within attention.
     fused_qkv, fused_gate_up : str, optional
         One tensor for Q, K and V, and one for gate and up. None: they have tensors of their own.
     fused_delta_net : (str, str), optional
@@ -52,6 +54,7 @@ class TensorNames:
     model: str = "model"
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
+    lm_head: str = "lm_head"
     attention: str = "self_attn"
     mixer: str = "mixer"
     mlp: str = "mlp"
@@ -62,6 +65,7 @@ class TensorNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    index: str = "indexer."
     fused_qkv: str | None = None
     fused_gate_up: str | None = None
     fused_delta_net: tuple[str, str] | None = None
@@ -177,7 +181,7 @@ class DecoderConfig:
     latent : Latent, optional
         The widths of multi-head latent attention (MLA), in layers of kind "mla".
     indexer : IndexConfig, optional
-        What chooses the positions that rows attend to; None: they attend to all.
+        What chooses the positions, or their blocks, that rows attend to; None: they attend to all.
     attention_gate : bool
         Whether the output of attention is multiplied by the sigmoid of a gate, whose rows follow
         those of each head in the projection of Q.
@@ -188,6 +192,9 @@ class DecoderConfig:
     qkv_bias, o_bias, mlp_bias : bool
     activation : {"silu", "gelu_tanh"}
         Activation of the MLP's gate.
+    clamped_gate : (float, float), optional
+        Factor and limit of the gate of GPT-OSS, in place of ``activation(gate) * up``; see
+        `kernels.clamped_gated`.
     attention_scale : float, optional
         Factor on the attention logits; None: ``head_dim ** -0.5``.
     attention_softcap, logit_softcap : float, optional
@@ -250,6 +257,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     activation: str = "silu"
+    clamped_gate: tuple[float, float] | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None

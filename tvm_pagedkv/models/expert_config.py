@@ -91,9 +91,6 @@ class Experts:
         Whether scores multiply what the chosen experts take, not what they give.
     router_bias, bias : bool
         Whether the router, and the projections of the experts, have biases.
-    clamped_gate : (float, float), optional
-        Factor and limit of the gate of GPT-OSS, in place of ``activation(gate) * up``; see
-        `kernels.clamped_gated`.
     dense_layers : tuple of int
         Layers that have an MLP of width `DecoderConfig.intermediate_size` instead.
     names : ExpertNames
@@ -116,7 +113,6 @@ class Experts:
     scales_inputs: bool = False
     router_bias: bool = False
     bias: bool = False
-    clamped_gate: tuple[float, float] | None = None
     dense_layers: tuple[int, ...] = ()
     names: ExpertNames = ExpertNames()
 
@@ -159,7 +155,5 @@ def dense_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 def first_dense_layers(fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
     """Return the layers without experts that ``first_k_dense_replace`` counts."""
-    count = fields.get("first_k_dense_replace", default)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise ValueError(f"first_k_dense_replace must be an integer from 0 on, got {count!r}")
+    count = read.not_negative(fields, "first_k_dense_replace", default)
     return tuple(range(min(count, read.positive(fields, "num_hidden_layers"))))

@@ -25,6 +25,14 @@ def positive(fields: Mapping[str, Any], name: str, default: int | None = None) -
     return value
 
 
+def not_negative(fields: Mapping[str, Any], name: str, default: int) -> int:
+    """An integer from 0 on."""
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer from 0 on, got {value!r}")
+    return value
+
+
 def positive_number(fields: Mapping[str, Any], name: str, default: float | None) -> float | None:
     """A positive number; a field that is null or absent is the default, which may be None."""
     value = fields.get(name)
@@ -106,6 +114,14 @@ def shape(fields: Mapping[str, Any]) -> dict[str, Any]:
         "context_length": positive(fields, "max_position_embeddings", 2048),
         "norm_eps": positive_number(fields, "rms_norm_eps", 1e-6),
     }
+
+
+def text_model(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model of one with an encoder of pictures, an object of their own."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config must be an object, got {text!r}")
+    return {"tie_word_embeddings": fields.get("tie_word_embeddings"), **text}
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -34,15 +34,12 @@ def gpt_oss(fields: Mapping[str, Any]) -> DecoderConfig:
     num_layers = read.positive(fields, "num_hidden_layers")
     default = [read.FULL if i % 2 else read.SLIDING for i in range(num_layers)]
     bias = read.flag(fields, "attention_bias", True)
-    factor = read.positive_number(fields, "swiglu_alpha", _GATE_FACTOR) or _GATE_FACTOR
-    limit = read.positive_number(fields, "swiglu_limit", _GATE_LIMIT) or _GATE_LIMIT
     experts = Experts(
         num_experts(fields, 128),
         read.positive(fields, "num_experts_per_tok", 4),
         read.positive(fields, "intermediate_size"),
         router_bias=True,
         bias=True,
-        clamped_gate=(factor, limit),
         names=ExpertNames(
             router="router",
             fused_gate_up="gate_up_proj",
@@ -58,7 +55,15 @@ def gpt_oss(fields: Mapping[str, Any]) -> DecoderConfig:
         qkv_bias=bias,
         o_bias=bias,
         activation=read.silu(fields),
+        clamped_gate=clamped_gate(fields),
         experts=experts,
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )
+
+
+def clamped_gate(fields: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the factor and the limit of the gate of experts."""
+    factor = read.positive_number(fields, "swiglu_alpha", _GATE_FACTOR) or _GATE_FACTOR
+    limit = read.positive_number(fields, "swiglu_limit", _GATE_LIMIT) or _GATE_LIMIT
+    return factor, limit

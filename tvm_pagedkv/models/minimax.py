@@ -24,10 +24,7 @@ NAMES = ExpertNames(
 
 def minimax_m2(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of MiniMax M2, whose older files have ``rotary_dim``."""
-    fields = {"head_dim": 128, "rope_theta": 5e6, **fields}
-    if fields.get("rotary_dim") is not None:
-        partial = read.positive(fields, "rotary_dim") / read.positive(fields, "head_dim")
-        fields = {"partial_rotary_factor": partial, **fields}
+    fields = with_partial_rotation(fields)
     experts = Experts(
         num_experts(fields, 256),
         read.positive(fields, "num_experts_per_tok", 8),
@@ -46,3 +43,12 @@ def minimax_m2(fields: Mapping[str, Any]) -> DecoderConfig:
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )
+
+
+def with_partial_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with the defaults of these models; older files have ``rotary_dim``."""
+    fields = {"head_dim": 128, "rope_theta": 5e6, **fields}
+    if fields.get("rotary_dim") is not None:
+        partial = read.positive(fields, "rotary_dim") / read.positive(fields, "head_dim")
+        fields = {"partial_rotary_factor": partial, **fields}
+    return fields

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
@@ -26,10 +27,12 @@ class Mlp(nn.Module):
         width: int,
         deviations: float | None = None,
     ):
-        self.deviations = deviations  # of the gate, as for `kernels.gated`
+        """Build the MLP; `deviations` of the gate are as for `kernels.gated`."""
         self.width, self.options = width // options.num_shards, options
-        self.activation, bias = config.activation, config.mlp_bias
-        hidden = config.hidden_size
+        self._gated = partial(kernels.gated, config.activation, deviations=deviations)
+        if config.clamped_gate is not None:
+            self._gated = partial(kernels.clamped_gated, *config.clamped_gate)
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_up_proj = Linear(
             hidden, 2 * self.width, options, bias, name=f"{name}.gate_up_proj"
         )
@@ -37,9 +40,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
         options = self.options
-        kernel = kernels.gated(
-            self.activation, self.width, options.dtype, options.vector, deviations=self.deviations
-        )
+        kernel = self._gated(self.width, options.dtype, options.vector)
         out = nn.Tensor.placeholder((x.shape[0], self.width), options.dtype)
         gated = op.tensor_ir_op(kernel, "gated", [self.gate_up_proj(x)], out)
         return self.down_proj(gated, residual)

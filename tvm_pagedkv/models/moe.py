@@ -70,8 +70,8 @@ class MixtureOfExperts(nn.Module):
         self.experts, self.options, self.hidden = experts, options, hidden
         self.width = experts.width // options.num_shards
         self._gated = partial(kernels.gated, config.activation)
-        if experts.clamped_gate is not None:
-            self._gated = partial(kernels.clamped_gated, *experts.clamped_gate)
+        if config.clamped_gate is not None:
+            self._gated = partial(kernels.clamped_gated, *config.clamped_gate)
         self.router = Linear(
             hidden, experts.num_experts, options, experts.router_bias, "float32",
             name=f"{name}.router",

@@ -73,6 +73,11 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
             "num_shards must be 1: workers do not share latent attention (MLA), whose rows all "
             f"heads read; got {num_shards}"
         )
+    if num_shards > 1 and config.indexer is not None:
+        raise ValueError(
+            "num_shards must be 1: workers do not share the heads of an indexer (MiniMax M3); got "
+            f"{num_shards}"
+        )
     if num_shards > 1 and config.is_whole:
         raise ValueError(
             "num_shards must be 1: workers do not share layers that attend to the K and V of "

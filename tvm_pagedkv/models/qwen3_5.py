@@ -43,11 +43,7 @@ def with_pictures(reader: Callable[..., DecoderConfig]) -> Callable[..., Decoder
     """Return a reader of the text model out of the fields of one with an encoder of pictures."""
 
     def read_text(fields: Mapping[str, Any]) -> DecoderConfig:
-        text = fields.get("text_config")
-        if not isinstance(text, Mapping):
-            raise ValueError(f"text_config must be an object, got {text!r}")
-        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings")}
-        config = reader({**tied, **text})
+        config = reader(read.text_model(fields))
         return replace(config, names=replace(config.names, model="model.language_model"))
 
     return read_text

@@ -32,6 +32,7 @@ from .llama import llama, mistral, mixtral
 from .llama4 import llama4
 from .mamba2 import mamba2
 from .minimax import minimax_m2
+from .minimax_m3 import minimax_m3, minimax_m3_text
 from .olmo import olmo2, olmo3
 from .phi import phi3
 from .qwen import qwen2, qwen3, qwen3_moe
@@ -72,6 +73,8 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "DeepseekV32ForCausalLM": ("deepseek_v32", deepseek_v32),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", glm_moe_dsa),
     "MiniMaxM2ForCausalLM": ("minimax_m2", minimax_m2),
+    "MiniMaxM3VLForCausalLM": ("minimax_m3_vl_text", minimax_m3_text),
+    "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3_vl", minimax_m3),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", with_pictures(qwen3_5)),
     "Qwen3NextForCausalLM": ("qwen3_next", qwen3_next),

@@ -45,14 +45,14 @@ class StepRows:
 
 
 class Heads:
-    """Takes heads out of the rows of Q, K and V of a layer, and rotates them.
+    """Takes heads of `dim` features out of rows of several heads, and rotates them.
 
     Where sequences may have windows, the cache rotates what it reads, and nothing is rotated here.
     """
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: int):
-        self.dim, self.options = config.head_dim_of(layer), options
-        rope = config.layers[layer].rope or RopeConfig()
+    def __init__(self, dim: int, rope: RopeConfig | None, options: BuildOptions):
+        self.dim, self.options = dim, options
+        rope = rope or RopeConfig()
         self.rope: RopeSpec | None = None
         if not options.sliding_window and rope.mode != "none":
             width = rope.rotary_dim or self.dim
@@ -83,8 +83,9 @@ class SharedAttention(nn.Module):
     """Attention of a layer to the K and V of an earlier one."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions, name: str, source: int):
-        self.source, self.heads = source, Heads(config, options, source)
-        self.num_heads, self.dim = config.num_heads, self.heads.dim
+        dim, rope = config.head_dim_of(source), config.layers[source].rope
+        self.source, self.heads = source, Heads(dim, rope, options)
+        self.num_heads, self.dim = config.num_heads, dim
         self.num_kv_heads = config.kv_heads_of(source)
         self.scale, self.epsilon, self.options = config.sm_scale, config.norm_eps, options
         width = self.num_heads * self.dim

@@ -17,6 +17,7 @@ from .._progress import report
 from ..config import KV_KINDS
 from .altup import altup_weights, stream_weights
 from .beside_mlp import beside_mlp_weights
+from .block_indexer import block_indexer_weights
 from .blocks import KEPT_BESIDE
 from .config import DecoderConfig
 from .decoder import Decoder
@@ -41,7 +42,9 @@ def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]
     yield "embed_tokens", embedding
     yield (
         "lm_head.weight",
-        embedding if config.tied_embeddings else Weight((Part("lm_head.weight", size),), True),
+        embedding
+        if config.tied_embeddings
+        else Weight((Part(f"{names.lm_head}.weight", size),), True),
     )
     if config.per_layer_inputs is not None:
         yield from per_layer_embedding_weights(config, "per_layer")
@@ -126,6 +129,8 @@ def _attention(
         bias=c.o_bias,
         scale=c.scales.attention,
     )
+    if c.indexer is not None and layer in c.indexer.layers:
+        yield from block_indexer_weights(c, f"{ours}.indexer", theirs)
     if c.sink_logits:
         sinks = Part(f"{theirs}.{names.sinks}", (c.num_heads,))
         yield f"{ours}.sinks", Weight((sinks,), False, "rows")

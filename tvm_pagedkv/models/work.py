@@ -138,7 +138,7 @@ class Work:
 
 def _limit(c: DecoderConfig, layer: LayerSpec) -> int | None:
     """Return how many positions a row of a layer attends to at most; None: all."""
-    return c.indexer.num_chosen if c.indexer is not None else layer.window
+    return c.indexer.num_positions if c.indexer is not None and layer.lists else layer.window
 
 
 def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from .model import add_model, add_weights, choose_model
+from .model import add_attention_budget, add_model, add_weights, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import MachineLimits, print_statistics
@@ -48,6 +48,7 @@ def add_parser(commands) -> None:
         "int4, which quantize K and V; two with a comma between them are for K and for V, as in "
         "int5,int4 (default: that of --dtype)",
     )
+    add_attention_budget(add)
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add_sampling(add, 200, "continuation")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
@@ -181,6 +182,11 @@ def _check(options: argparse.Namespace) -> None:
                 raise ValueError(f"--prompt-cache cannot be combined with {option}")
         if (options.shards, options.stages) != (1, 1):
             raise ValueError("--prompt-cache cannot be combined with --shards and --stages")
+    if options.attention_budget is not None:
+        if options.sliding_window is not None:
+            raise ValueError("--attention-budget cannot be combined with --sliding-window")
+        if (options.shards, options.stages) != (1, 1):
+            raise ValueError("--attention-budget cannot be combined with --shards and --stages")
     if options.speculative and options.sliding_window is not None:
         raise ValueError("--speculative cannot be combined with --sliding-window")
     if options.speculative and (options.shards, options.stages) != (1, 1):
@@ -204,7 +210,9 @@ def _load(options: argparse.Namespace):
         "weights": options.weights,
     }
     if (options.shards, options.stages) == (1, 1):
-        return DecoderModel.from_pretrained(options.model, options.dtype, **common)
+        return DecoderModel.from_pretrained(
+            options.model, options.dtype, attention_budget=options.attention_budget, **common
+        )
     return ParallelModel.from_pretrained(
         options.model, options.dtype, num_shards=options.shards, stages=options.stages, **common
     )

@@ -30,6 +30,17 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_attention_budget(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--attention-budget``."""
+    parser.add_argument(
+        "--attention-budget",
+        type=int,
+        metavar="N",
+        help="attend to N positions of a text when tokens are generated: those of the pages that "
+        "may matter most, for each KV head (default: all); faster for long texts, but not exact",
+    )
+
+
 def choose_model(options: argparse.Namespace) -> None:
     """Set ``options.model`` to the path of the model: the one that it names, or the default."""
     from tvm_pagedkv.models import SMOLLM2, find_included, find_model

@@ -14,6 +14,7 @@ from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_director
 from tvm_pagedkv.models.expert_config import Experts
 from tvm_pagedkv.models.index_config import IndexConfig
 from tvm_pagedkv.models.latent_config import Latent
+from tvm_pagedkv.models.options import layer_budgets
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weights import weights
 from tvm_pagedkv.models.work import Work
@@ -98,6 +99,17 @@ def test_rows_attend_to_what_an_indexer_chooses():
     index = 2 * 3 * 24 * (4 + 5 + 6)
     products = 3 * 2 * (_num_weights(config) - head)
     assert work.flops([(3, 3)], 1) == products + 2 * head + attention + index
+
+
+def test_decode_within_a_budget_reads_some_pages_and_the_bounds_of_all():
+    """Two texts of 60 and 20 tokens that share 10; three layers of four have the budget."""
+    config, rows = _with_windows(8, None, None, None), 70
+    work = Work(config, 2, budgets=layer_budgets(config, 32, 16), page_size=16)
+    width = config.num_kv_heads * config.head_dim
+    numbers = 2 * width * (16 + 3 * (32 + 20)) + 3 * width * 2 * rows / 16
+    assert work.num_bytes(rows, [60, 20]) == 2 * (_num_weights(config) + numbers)
+    whole = Work(config, 2)
+    assert work.flops([(7, 3)], 1) == whole.flops([(7, 3)], 1)
 
 
 def test_rows_need_some_of_the_experts():

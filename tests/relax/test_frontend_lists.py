@@ -19,6 +19,7 @@ from tir_kernels.codec import codec_of
 from .. import reference
 from ..reference.index import assert_chosen, assert_chosen_blocks, block_scores, index_scores
 from ..reference.listed import attention_by_heads, expand_blocks
+from ..reference.page_bounds import bound_scores, choose_pages, page_bounds
 from ..reference.quantized import keep
 from ..support.fast_compilation import MODEL_TARGET
 
@@ -121,6 +122,55 @@ def test_model():
         want = attention_by_heads(q, *expected.kv(0, 0), positions, owns, SCALE)
         reference.assert_close(got[0].numpy(), want[0], "float32", "attention")
         reference.assert_state_close([x.numpy() for x in got[1:]], want, "float32")
+
+
+class Budgeted(Lists):
+    """A layer whose decode steps attend within a budget."""
+
+    def attend(self, qkv: nn.Tensor, sinks: nn.Tensor, cache: pkv.PagedKVCacheObject):
+        return cache.attention_within_budget(0, qkv, 9, HEADS, SCALE, sinks)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_model_with_a_budget(has_sinks):
+    """Two pages of 4 positions, in steps of one row; others attend to everything."""
+    rng = np.random.default_rng(0)
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    rows = {
+        "qkv": spec.Tensor(["n", HEADS + 2 * KV_HEADS, DIM], "float32"),
+        "sinks": spec.Tensor([HEADS], "float32"),
+        "cache": spec.Object(object_type=pkv.PagedKVCacheObject),
+    }
+    changes = {"lists": False, "page_bounds": True, "sink_logits": has_sinks}
+    model = Budgeted(**changes)
+    module, _ = model.export_tvm({"create": {"$": plain}, "attend": {**rows, "$": plain}})
+    vm = relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
+    cache, sinks = vm["create"](), rng.standard_normal(HEADS).astype("float32")
+    cache.add_sequence(0)
+    kept: list[np.ndarray] = []
+    for n in (21, 1, 1):
+        qkv = rng.standard_normal((n, HEADS + 2 * KV_HEADS, DIM)).astype("float32")
+        with cache.forward([0], [n]):
+            got = vm["attend"](*(tvm.runtime.tensor(x) for x in (qkv, sinks)), cache).numpy()
+        kept.append(qkv)
+        known = np.concatenate(kept)
+        q, k, v = qkv[:, :HEADS], known[:, HEADS : HEADS + KV_HEADS], known[:, HEADS + KV_HEADS :]
+        owns = range(len(known) - n, len(known))
+        num_pages = 2 if n == 1 else len(known)
+        chosen = [
+            choose_pages(bound_scores(row, *page_bounds(k[: own + 1], 4)), num_pages)
+            for row, own in zip(q, owns, strict=True)
+        ]
+        positions = expand_blocks(chosen, 4, owns)
+        of_keys = attention_by_heads(q, k, v, positions, owns, SCALE)
+        want, _ = reference.apply_sinks(*of_keys, sinks)
+        reference.assert_close(got, want, "float32", "attention")
+
+
+@pytest.mark.parametrize("changes", [{"runtime": "stock"}, {"attn_kind": "mla"}], ids=str)
+def test_models_that_have_no_budget(changes):
+    with pytest.raises(ValueError, match="page_bounds need runtime 'pagedkv', a CPU, and layers"):
+        export(lists=False, page_bounds=True, **changes)
 
 
 LANE_HEADS, LANE_DIM, CHOSEN = 2, 8, 4

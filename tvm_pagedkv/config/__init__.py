@@ -4,7 +4,14 @@
 from .alibi import standard_slopes
 from .cache_config import KVCacheConfig
 from .dtypes import DTYPES, ITEMSIZE, KV_DTYPES
-from .layer_spec import KV_KINDS, LAYER_KINDS, MHA_KINDS, WINDOW_KINDS, LayerSpec
+from .layer_spec import (
+    ATTENTION_KINDS,
+    KV_KINDS,
+    LAYER_KINDS,
+    MHA_KINDS,
+    WINDOW_KINDS,
+    LayerSpec,
+)
 from .prefix_cache_config import WRITE_POLICIES, PrefixCacheConfig
 from .recurrent_config import CONV_ACTIVATIONS, RECURRENT_RULES, ConvConfig, RecurrentConfig
 from .resolved_config import POPPABLE, ResolvedConfig
@@ -12,6 +19,7 @@ from .resolved_layer import ResolvedLayer
 from .rope_config import ROPE_MODES, ROPE_TYPES, RopeConfig
 
 __all__ = [
+    "ATTENTION_KINDS",
     "CONV_ACTIVATIONS",
     "DTYPES",
     "ITEMSIZE",

@@ -76,6 +76,8 @@ class Batch:
             options.kv_dtype,
             model.matrix_bytes,
             model.expert_bytes,
+            options.budgets,
+            options.page_size,
         )
         self.statistics = Statistics(page_size=budget.page_size)
         self.running: list[Continuation] = []

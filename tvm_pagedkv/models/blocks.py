@@ -107,6 +107,7 @@ class Attention(nn.Module):
             self.qk_norm = QkNorm(config, options, layer)
         if config.query_scale is not None and layer in config.query_scale.layers:
             self.query_scale = config.query_scale
+        self.budget = dict(options.budgets).get(layer)
         self.gate = self.sinks = self.indexer = None
         if config.indexer is not None and layer in config.indexer.layers:
             self.indexer = BlockIndexer(config, options, layer, f"{name}.indexer")
@@ -139,11 +140,13 @@ class Attention(nn.Module):
             step.shared_kv[layer] = k, v
         qkv = op.reshape(qkv, (1, n, self.num_rows, self.head_dim))
         how = self.num_heads, self.scale, self.sinks
-        if self.indexer is None:
-            out = cache.attention_with_fused_qkv(layer, qkv, *how)
-        else:
+        if self.indexer is not None:
             blocks, size = self.indexer(x, cache, layer + 1), self.indexer.blocks.size
             out = cache.attention_to_blocks(layer, op.squeeze(qkv, 0), blocks, size, *how)
+        elif self.budget is not None:
+            out = cache.attention_within_budget(layer, op.squeeze(qkv, 0), self.budget, *how)
+        else:
+            out = cache.attention_with_fused_qkv(layer, qkv, *how)
         q_width = self.num_heads * self.head_dim
         out = op.reshape(out, (n, q_width))
         if self.gate is not None:

@@ -122,6 +122,9 @@ def cache_config(
     layers = [
         replace(each, kv_dtype=options.dtype) if each.kind == "index" else each for each in layers
     ]
+    for index, _ in options.budgets:
+        at = index * config.layers_per_block
+        layers[at] = replace(layers[at], page_bounds=True)
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
     return KVCacheConfig(
         num_layers=len(layers),

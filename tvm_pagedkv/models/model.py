@@ -28,7 +28,7 @@ from .caches import Caches, cache_config, compile_kernels
 from .config import DecoderConfig
 from .decoder import build_module
 from .default_dtype import default_dtype
-from .options import BuildOptions
+from .options import BuildOptions, layer_budgets
 from .source import ModelSource, open_model
 from .tokens import check_batch, check_tokens
 from .weight_choice import check_weights, with_formats
@@ -88,6 +88,7 @@ class DecoderModel:
         sliding_window: bool = False,
         kv_dtype: str | None = None,
         weights: str = "auto",
+        attention_budget: int | None = None,
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
@@ -115,6 +116,10 @@ class DecoderModel:
             in groups of 32 input features; with "int4" the vocabulary has 8 bits. "auto": matrices
             that are quantized in a GGUF file stay so: Q8_0, Q4_0 and Q4_1 keep their codes, other
             types are rounded to 8 bits.
+        attention_budget : int, optional
+            The positions that each KV head attends to in a decode step, at least two pages, in
+            layers that keep K and V of all positions: those of the pages with the largest bounds on
+            ``q . k``. Prefill attends to everything. None: so does decode.
         target : str or tvm.target.Target, optional
             A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional
@@ -129,7 +134,8 @@ class DecoderModel:
         FileNotFoundError
             If the model or one of its files is missing.
         ValueError
-            If the architecture is unknown, or a tensor is missing or has the wrong shape.
+            If the architecture is unknown, or a tensor is missing or has the wrong shape, or if a
+            budget is too small, or the model has no layer for it.
         RuntimeError
             If compiling or linking fails.
         """
@@ -141,6 +147,7 @@ class DecoderModel:
             resolve_target(target),
             sliding_window,
             kv_dtype=kv_dtype,
+            budgets=layer_budgets(config, attention_budget, page_size),
         )
         check_cache(source, config, options)
         tensors = source.tensors()

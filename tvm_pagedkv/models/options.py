@@ -10,6 +10,7 @@ from tvm.target import Target
 
 from tir_kernels.spec import VectorTarget
 
+from .._checks import check_int
 from ..compiler import vector_target
 from .config import DecoderConfig
 from .weight_formats import FORMATS, WeightFormat
@@ -27,6 +28,8 @@ class BuildOptions:
     layer_indptr: tuple[int, ...] = ()  # of pipeline stages, as `KVCacheConfig` has it; (): one
     stage: int = 0
     kv_dtype: str | None = None  # of the pages of its caches; None: dtype
+    # Layers whose decode steps attend within a budget of positions, and this budget.
+    budgets: tuple[tuple[int, int], ...] = ()
     formats: tuple[tuple[str, str], ...] = ()  # name of each quantized weight, and its format
 
     @property
@@ -41,10 +44,11 @@ class BuildOptions:
 
     @property
     def precision(self) -> str:
-        """Return a name for the types of weights and activations, on which K and V depend."""
-        if not self.formats:
+        """Return a name for what K and V depend on besides the model: types and budgets."""
+        if not self.formats and not self.budgets:
             return self.dtype
-        return f"{self.dtype} {hashlib.sha256(repr(self.formats).encode()).hexdigest()[:16]}"
+        others = repr(self.formats) + (repr(self.budgets) if self.budgets else "")
+        return f"{self.dtype} {hashlib.sha256(others.encode()).hexdigest()[:16]}"
 
     def layers_of(self, config: DecoderConfig) -> range:
         """Return the layers of the stage."""
@@ -60,3 +64,33 @@ class BuildOptions:
     def is_last(self) -> bool:
         """Whether the stage computes logits."""
         return self.stage + 2 >= len(self.layer_indptr)
+
+
+def layer_budgets(
+    config: DecoderConfig, budget: int | None, page_size: int
+) -> tuple[tuple[int, int], ...]:
+    """Return `BuildOptions.budgets` for a budget of positions: the layers that may have one.
+
+    These keep K and V of all positions and attend to them by themselves: layers without a window
+    and without an indexer.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the budget is less than two pages, or there are no such layers.
+    """
+    if budget is None:
+        return ()
+    check_int("attention_budget", budget)
+    if budget < 2 * page_size:
+        raise ValueError(
+            f"attention_budget must be at least {2 * page_size} positions, two pages; got {budget}"
+        )
+    layers = [config.layers_of(index)[0] for index in range(config.num_layers)]
+    chosen = [i for i, each in enumerate(layers) if each.kind == "mha" and not each.lists]
+    if not chosen:
+        raise ValueError(
+            "attention_budget is for layers that keep K and V of all positions, and the model has "
+            f"none; its layers are of kind {', '.join(sorted({each.kind for each in layers}))}"
+        )
+    return tuple((index, budget) for index in chosen)

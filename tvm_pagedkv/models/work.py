@@ -10,7 +10,7 @@ import numpy as np
 from tir_kernels.codec import Codec, CodecPair
 
 from .._codecs import codec_of
-from ..config import KV_KINDS, LayerSpec
+from ..config import ATTENTION_KINDS, LayerSpec
 from .config import DecoderConfig
 from .weights import weights
 
@@ -29,6 +29,10 @@ class Work:
         Bytes of all matrices that multiply rows; None: `itemsize` for each weight.
     expert_bytes : int, optional
         Bytes of those that belong to experts; None: `itemsize` for each weight.
+    budgets : iterable of (int, int)
+        Layers of the model whose decode steps attend within a budget, and this budget.
+    page_size : int
+        Positions of a page, of which such a layer reads the bounds.
     """
 
     def __init__(
@@ -38,13 +42,21 @@ class Work:
         kv_dtype: str | None = None,
         weight_bytes: int | None = None,
         expert_bytes: int | None = None,
+        budgets: Iterable[tuple[int, int]] = (),
+        page_size: int = 16,
     ):
         c, self.experts = config, config.experts
         sources = [dict(c.shared_kv).get(i, i) for i in range(len(c.layers))]
-        keeping = [c.layers[i] for i in sources if c.layers[i].kind in KV_KINDS]
-        attention = [layer for layer in keeping if layer.kind != "index"]
+        ids = [i for i, source in enumerate(sources) if c.layers[source].kind in ATTENTION_KINDS]
+        attention = [c.layers[sources[i]] for i in ids]
         states = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
         self.windows = [(layer.kind, _limit(c, layer)) for layer in attention]
+        # Within a budget, a decode step reads some pages, and the bounds of all, two rows of K.
+        self.decode_windows, self.bounds_bytes = list(self.windows), 0.0
+        for index, budget in budgets:
+            self.decode_windows[ids.index(index * c.layers_per_block)] = "mha", budget
+            width = c.kv_heads_of(index) * c.head_dim_of(index)
+            self.bounds_bytes += 2 * width * itemsize / page_size
         matrices = [
             (sum(part.size for part in weight.parts), weight.experts > 1)
             for name, weight in weights(c, range(c.num_layers))
@@ -92,7 +104,7 @@ class Work:
         total = 2 * self.head_weights * num_logits
         for past, rows in chunks:
             lengths = np.arange(past + 1, past + rows + 1)
-            seen = self._seen(lengths)
+            seen = _seen(lengths, self.windows)
             products = sum(width * n for width, n in zip(self.widths, seen, strict=True))
             total += 2 * self.row_weights * rows + 4 * products
             total += 2 * self.index_width * int(lengths.sum())
@@ -112,13 +124,14 @@ class Work:
         lengths : sequence of int
             Lengths of the sequences. A layer with a window reads the last positions of each.
         """
-        seen = self._seen(np.array(lengths))
+        seen = _seen(np.array(lengths), self.decode_windows)
         kv_bytes = sum(
             num_bytes * (positions if window is None else count)
             for (_, window), count, num_bytes in zip(
-                self.windows, seen, self.position_bytes, strict=True
+                self.decode_windows, seen, self.position_bytes, strict=True
             )
         )
+        kv_bytes += round(self.bounds_bytes * positions)
         state_bytes = 2 * 4 * self.state_numbers * len(lengths)
         weight_bytes = self.weight_bytes - self.expert_bytes
         weight_bytes += int(self.expert_bytes * self._share_of_experts(len(lengths)))
@@ -130,10 +143,11 @@ class Work:
             return 0.0
         return min(1.0, rows * self.experts.num_chosen / self.experts.num_experts)
 
-    def _seen(self, lengths: np.ndarray) -> list[int]:
-        """Return for each layer the positions that the last rows of all sequences see, summed."""
-        seen = {each: _num_seen(lengths, *each) for each in set(self.windows)}
-        return [seen[each] for each in self.windows]
+
+def _seen(lengths: np.ndarray, windows: Sequence[tuple[str, int | None]]) -> list[int]:
+    """Return for each layer the positions that the last rows of all sequences see, summed."""
+    seen = {each: _num_seen(lengths, *each) for each in set(windows)}
+    return [seen[each] for each in windows]
 
 
 def _limit(c: DecoderConfig, layer: LayerSpec) -> int | None:

@@ -225,6 +225,9 @@ class ConstructorKernels:
             specs["copy_pages"] = self.mha or self.mla
         if (self.mha or self.mla).lists:  # whose pages are alike
             specs |= dict.fromkeys(("attend_listed", "attend_blocks"), self.mha or self.mla)
+        if self.mha and self.mha.page_bounds:
+            names = "page_bounds", "choose_pages", "attend_blocks"
+            specs |= dict.fromkeys(names, self.mha)
         values = {name: self._function(name, spec) for name, spec in specs.items()}
         if (self.mha or self.mla).sink_logits:  # whose kernels take them
             values["sink_logits"] = relax.prim_value(1)

@@ -114,6 +114,9 @@ class PagedKVCache(PagedKVCacheObject):
     lists : bool
         Whether rows of "mha" and "mla" layers can attend to lists of positions, as for `LayerSpec`;
         in models whose layers have pages of one shape.
+    page_bounds : bool
+        Whether decode steps of "mha" layers can attend within a budget, as for `LayerSpec`; in
+        models whose layers are all of this kind, on CPUs.
     index_lane : LayerSpec, optional
         The layers of kind "index", which are all alike: `num_qo_heads`, `qk_head_dim` and
         `kv_dtype`. They are on CPUs only.
@@ -173,6 +176,7 @@ class PagedKVCache(PagedKVCacheObject):
         layer_ropes: Sequence[RopeConfig] | None = None,
         kv_dtype: str | None = None,
         lists: bool = False,
+        page_bounds: bool = False,
         index_lane: LayerSpec | None = None,
         sink_logits: bool = False,
         spans: bool = False,
@@ -210,6 +214,11 @@ class PagedKVCache(PagedKVCacheObject):
                 "lists need runtime 'pagedkv', and layers whose pages have one shape: not 'mla' "
                 f"layers beside others; got runtime {runtime!r} and kinds {sorted(set(kinds))}"
             )
+        if page_bounds and (runtime == "stock" or is_cuda(target) or set(kinds) != {"mha"}):
+            raise ValueError(
+                "page_bounds need runtime 'pagedkv', a CPU, and layers of kind 'mha'; got runtime "
+                f"{runtime!r}, target {target.kind.name} and kinds {sorted(set(kinds))}"
+            )
         if sink_logits and runtime == "stock":
             raise ValueError("sink_logits need runtime 'pagedkv': the stock runtime has none")
         if is_cuda(target):
@@ -246,6 +255,7 @@ class PagedKVCache(PagedKVCacheObject):
                     mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
                     rope=own,
                     lists=lists and kind in ("mha", "mla"),
+                    page_bounds=page_bounds,
                     sink_logits=sink_logits and kind != "linear",
                 )
                 for kind, own in zip(kinds, ropes, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ListMethods`: attention to lists of positions of a cache that a model's function takes."""
+"""`ListMethods`: attention to a part of the positions of a cache that a model's function takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm.relax.frontend.nn import Object, Tensor
 
 
 class ListMethods(Object):
-    """Methods of a cache for layers whose rows attend to lists of positions."""
+    """Methods of a cache for layers whose rows attend to a part of the positions."""
 
     def attention_to_positions(
         self,
@@ -45,7 +45,7 @@ class ListMethods(Object):
         """
         _check("positions", positions, "int32", 2)
         return self._attend(
-            "positions", layer_id, [], qkv, positions, num_qo_heads, sm_scale, sink_logits
+            "to_positions", [layer_id], [qkv, positions], num_qo_heads, sm_scale, sink_logits
         )
 
     def attention_to_blocks(
@@ -81,10 +81,45 @@ class ListMethods(Object):
             If a tensor has another number of dimensions or another dtype.
         """
         _check("blocks", blocks, "int32", 2, 3)
-        sizes = [block_size]
+        scalars = [layer_id, block_size]
         return self._attend(
-            "blocks", layer_id, sizes, qkv, blocks, num_qo_heads, sm_scale, sink_logits
+            "to_blocks", scalars, [qkv, blocks], num_qo_heads, sm_scale, sink_logits
         )
+
+    def attention_within_budget(
+        self,
+        layer_id: int,
+        qkv: Tensor,
+        budget: int,
+        num_qo_heads: int,
+        sm_scale: float,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Append this step's K and V of a layer, and let rows of decode steps attend to some pages.
+
+        Parameters
+        ----------
+        layer_id : int
+            A layer of a cache made with ``page_bounds=True``.
+        qkv : ``[T, num_qo_heads + 2 * num_kv_heads, head_dim]``
+            T is the number of rows of the step, for all its sequences.
+        budget : int
+            Positions of the pages that each KV head attends to in a step with one row for each
+            sequence, as for `KVCache.attention`. Other steps attend to everything.
+        sink_logits : float32 ``[num_qo_heads]``, optional
+            Learned attention sinks.
+
+        Returns
+        -------
+        o : ``[T, num_qo_heads, head_dim]``
+
+        Raises
+        ------
+        ValueError
+            If a tensor has another number of dimensions or another dtype.
+        """
+        scalars = [layer_id, budget]
+        return self._attend("within_budget", scalars, [qkv], num_qo_heads, sm_scale, sink_logits)
 
     def cross_attention_to_positions(
         self, layer_id: int, q: Tensor, positions: Tensor, v_head_dim: int, sm_scale: float
@@ -220,25 +255,25 @@ class ListMethods(Object):
 
     def _attend(
         self,
-        kind: str,
-        layer_id: int,
-        sizes: list[int],
-        qkv: Tensor,
-        lists: Tensor,
+        what: str,
+        scalars: list[int],
+        tensors: list[Tensor],
         num_qo_heads: int,
         sm_scale: float,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Emit a call of attention with fused rows to lists of a kind."""
+        """Emit a call of attention with fused rows, the first of the tensors, to some positions."""
+        qkv, *lists = tensors
         _check("qkv", qkv, qkv.dtype, 3)
-        tensors = [qkv, lists]
         if sink_logits is not None:
             _check("sink_logits", sink_logits, "float32", 1)
-            tensors.append(sink_logits)
+            lists.append(sink_logits)
         rows, _, dim = qkv.shape
         out = relax.TensorType((rows, num_qo_heads, dim), qkv.dtype)
-        scalars = [layer_id, *sizes, float(sm_scale)]
-        return Tensor(_expr=self._call_lists(f"attention_to_{kind}", scalars, tensors, out))
+        call = self._call_lists(
+            f"attention_{what}", [*scalars, float(sm_scale)], [qkv, *lists], out
+        )
+        return Tensor(_expr=call)
 
     def _cross_attend(
         self,

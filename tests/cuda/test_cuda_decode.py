@@ -17,13 +17,12 @@ from ..support import attention_cases
 from ..support.attention_cases import PagedBatch, cuda_text
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import (
-    SCHEDULES,
     block_shared_bytes,
     emulated,
     launches,
     multiprocessors,
     mutated,
-    schedule,
+    wrong_schedules,
 )
 from ..support.selections import every_nth, latin_square
 
@@ -187,16 +186,14 @@ CALLS = r" tvm_builtin_(?:cuda_(?:cta|warp)_sync|ptx_cp_async_wait_group\w+)\(\)
 def _wrong_schedules(source: str, spec, monkeypatch, num_bytes: int = 227 * KIB) -> list[str]:
     function = emulated(source).get_function("decode")
     monkeypatch.setattr(attention_cases, "compiled", lambda *arguments: function)
-    wrong = []
-    for chosen in SCHEDULES:
+
+    def check():
         case = PagedBatch(spec, [(1, 400), (1, 30), (1, 150)], 0)
-        with schedule(chosen), multiprocessors(FEW), block_shared_bytes(num_bytes):
+        with multiprocessors(FEW), block_shared_bytes(num_bytes):
             case.decode(inline=True)
-        try:
-            case.verify(inline=True)
-        except AssertionError:
-            wrong.append(str(chosen))
-    return wrong
+        case.verify(inline=True)
+
+    return wrong_schedules(check)
 
 
 @pytest.mark.parametrize("spec", RACING, ids=["warps", "block"])

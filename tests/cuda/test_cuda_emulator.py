@@ -8,7 +8,7 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
-from tir_kernels.cuda.emit import launch, ptx, sync_block
+from tir_kernels.cuda.emit import Registers, launch, ptx, sync_block
 from tir_kernels.define import target_attributes
 from tir_kernels.script import inline, prim_func
 from tvm_pagedkv.compiler.cuda.source import cuda_source
@@ -121,6 +121,56 @@ def test_a_barrier_that_is_missing_before_writing_again_is_caught():
     """Copies that land late never show it."""
     found = _caught(mutated(reversing_source(), BARRIER, which=1))
     assert str(Schedule("skewed", eager=True)) in found and str(Schedule()) not in found
+
+
+@functools.cache
+def turning_source() -> str:
+    """A kernel whose 64 threads pass numbers on through shared memory, twice.
+
+    Word 64 gets the same number from all of them.
+    """
+
+    @prim_func
+    def turn(var_x: T.handle, var_y: T.handle):
+        T.func_attr(target_attributes(on_cpu=False))
+        x = T.match_buffer(var_x, (2, THREADS), "float32")
+        y = T.match_buffer(var_y, (2, THREADS), "float32")
+        with launch([1], THREADS) as (_, thread):
+            room = T.alloc_buffer((THREADS + 1,), "float32", scope="shared.dyn", align=16)
+            value = T.meta_var(Registers(2, "float32", "value"))
+            for i in range(2):
+                ptx("st.shared.f32", room.ptr_to([thread]), x[i, thread])
+                ptx("st.shared.f32", room.ptr_to([THREADS]), T.float32(1))
+                ptx("ld.shared.f32", value[1], room.ptr_to([THREADS]))
+                sync_block()
+                ptx("ld.shared.f32", value[0], room.ptr_to([THREADS - 1 - thread]))
+                y[i, thread] = value[0] * value[1]
+                sync_block()
+
+    return cuda_source({"turn": turn})
+
+
+def _turned(source: str) -> np.ndarray:
+    x = tvm.runtime.tensor(np.arange(2.0 * THREADS, dtype="float32").reshape(2, -1))
+    y = tvm.runtime.tensor(np.zeros((2, THREADS), "float32"))
+    emulated(source).get_function("turn")(x, y)
+    return y.numpy()
+
+
+@parametrize_schedules
+def test_numbers_that_are_passed_on_behind_barriers(chosen):
+    with schedule(chosen):
+        found = _turned(turning_source())
+    np.testing.assert_array_equal(found, np.arange(2 * THREADS).reshape(2, -1)[:, ::-1])
+
+
+@parametrize_schedules
+@pytest.mark.parametrize("which", [0, 1], ids=["before-reading", "before-writing"])
+def test_a_barrier_that_is_missing_is_an_error(which, chosen):
+    """Also where the threads take turns in an order that makes the numbers right."""
+    source = mutated(turning_source(), BARRIER, which=which)
+    with schedule(chosen), pytest.raises(RuntimeError, match="shared memory: a race at byte"):
+        _turned(source)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from ..support.cuda_emulator import (
     multiprocessors,
     mutated,
     schedule,
+    wrong_schedules,
 )
 from ..support.kernel_specs import YARN
 from ..support.selections import every_nth, with_slow
@@ -240,16 +241,13 @@ WAIT = "tvm_builtin_ptx_cp_async_wait_group_async_wait_group_0();"
 def _wrong_schedules(source: str, spec, monkeypatch) -> list[str]:
     function = emulated(source).get_function("prefill_ragged")
     monkeypatch.setattr(attention_cases, "compiled", lambda *arguments: function)
-    wrong = []
-    for chosen in SCHEDULES:
+
+    def check():
         case = RaggedBatch(spec, [(70, 200)], 0)
-        with schedule(chosen):
-            case.prefill(inline=True, causal=False)  # so that all warps have work to the end
-        try:
-            case.verify(inline=True, causal=False)
-        except AssertionError:
-            wrong.append(str(chosen))
-    return wrong
+        case.prefill(inline=True, causal=False)  # so that all warps have work to the end
+        case.verify(inline=True, causal=False)
+
+    return wrong_schedules(check)
 
 
 @pytest.mark.parametrize("spec", RACING, ids=["registers", "shared"])

@@ -16,12 +16,11 @@ from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..support.attention_cases import cuda_text
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import (
-    SCHEDULES,
     emulated,
     launches,
     multiprocessors,
     mutated,
-    schedule,
+    wrong_schedules,
 )
 from ..support.selections import with_slow
 
@@ -123,15 +122,12 @@ BARRIERS = {
 def _wrong_schedules(name: str, source: str, monkeypatch) -> list[str]:
     function = emulated(source).get_function(name)
     monkeypatch.setattr(test_shared_prefix_kernel, "compiled", lambda *arguments: function)
-    wrong = []
-    for chosen in SCHEDULES:
-        case = _batch(RACING[name], [(24, 70), (136, 40)])
-        try:
-            with schedule(chosen), multiprocessors(1):
-                case.check()
-        except AssertionError:
-            wrong.append(str(chosen))
-    return wrong
+
+    def check():
+        with multiprocessors(1):
+            _batch(RACING[name], [(24, 70), (136, 40)]).check()
+
+    return wrong_schedules(check)
 
 
 def test_no_barrier_can_be_left_out(monkeypatch):

@@ -14,7 +14,7 @@ from tir_kernels.script import inline, prim_func
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from ..support.cuda_cases import BF16, F16
-from ..support.cuda_emulator import SCHEDULES, emulated, mutated, schedule
+from ..support.cuda_emulator import SCHEDULES, emulated, mutated, wrong_schedules
 
 ROWS, DEPTH, COLUMNS = 128, 128, 96
 THREADS = 2 * ROWS  # two warpgroups
@@ -104,7 +104,7 @@ def product_source(dtype, transposed=False, in_registers=False, atom_bytes=ATOM_
     return cuda_source({"multiply": multiply})
 
 
-def _is_right(source: str, dtype, transposed: bool = False) -> bool:
+def _check(source: str, dtype, transposed: bool = False) -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-4, 5, (n, DEPTH)).astype(dtype) for n in (ROWS, 2 * SLAB))
     b_rows = b.T if transposed else b[:COLUMNS]
@@ -112,16 +112,11 @@ def _is_right(source: str, dtype, transposed: bool = False) -> bool:
     operands = (tvm.runtime.tensor(np.ascontiguousarray(x)) for x in (a, b_rows))
     emulated(source).get_function("multiply")(*operands, out)
     expected = a.astype(np.float32) @ b[:COLUMNS].astype(np.float32).T
-    return np.array_equal(out.numpy(), expected)
+    np.testing.assert_array_equal(out.numpy(), expected)
 
 
 def _wrong_schedules(source: str, dtype=F16, transposed: bool = False) -> list[str]:
-    wrong = []
-    for chosen in SCHEDULES:
-        with schedule(chosen):
-            if not _is_right(source, dtype, transposed):
-                wrong.append(str(chosen))
-    return wrong
+    return wrong_schedules(lambda: _check(source, dtype, transposed))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -184,7 +179,7 @@ PRODUCT = " tvm_builtin_ptx_wgmma_f16_ss_mma_async"
 def test_faults_are_errors(old, new, which, message):
     source = product_source(F16)
     with pytest.raises(RuntimeError, match=message):
-        _is_right(mutated(source, old, new, which % source.count(old)), F16)
+        _check(mutated(source, old, new, which % source.count(old)), F16)
 
 
 if __name__ == "__main__":

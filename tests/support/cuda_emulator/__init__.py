@@ -2,10 +2,14 @@
 """Generated CUDA C++ on the CPU: a thread of a block is a fiber, an instruction a C++ function.
 
 The launcher that ships is the one that runs. Threads take turns where they wait, in an order that a
-`Schedule` chooses, and asynchronous copies land as late, or as early, as they may: a barrier or a
-wait that is missing shows as a wrong result under one schedule or another. Shared memory holds NaN
-when a block begins. A kernel that may begin before the one before has ended does, and runs until it
-waits for it. Not modelled: the memory model beyond that, bank conflicts, time.
+`Schedule` chooses, and asynchronous copies land as late, or as early, as they may: a wait that is
+missing shows as a wrong result under one schedule or another. A barrier that is missing is an
+error: a thread reads what another one wrote to shared memory, or writes what another one read or
+wrote, and no barrier orders the two. Writes of the same value race with nothing, and what a matrix
+instruction reads in a race is NaN, as it may read more than it uses. Shared memory holds NaN when a
+block begins. A kernel that may
+begin before the one before has ended does, and runs until it waits for it. Not modelled: the memory
+model beyond that, bank conflicts, time.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -63,6 +68,29 @@ def schedule(chosen: Schedule):
 def _set(chosen: Schedule) -> None:
     order = _ORDERS.index(chosen.order)
     runtime().emulator_set_schedule(order, int(chosen.eager), ctypes.c_uint(chosen.seed))
+
+
+def is_right(check: Callable[[], object]) -> bool:
+    """Whether a check passes, and the emulator finds no race in the kernels that it runs."""
+    try:
+        check()
+    except AssertionError:
+        return False
+    except RuntimeError as error:
+        if "shared memory: a race" not in str(error):
+            raise
+        return False
+    return True
+
+
+def wrong_schedules(check: Callable[[], object]) -> list[str]:
+    """The schedules under which a check is not right."""
+    wrong = []
+    for chosen in SCHEDULES:
+        with schedule(chosen):
+            if not is_right(check):
+                wrong.append(str(chosen))
+    return wrong
 
 
 @contextmanager

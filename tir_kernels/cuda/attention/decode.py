@@ -216,6 +216,8 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
             if columns.first < columns.end:
                 zero_padding(q_tile, spec.qk_head_dim, threads.thread, threads.num_threads)
                 zero_padding(pipeline.k, spec.qk_head_dim, threads.thread, threads.num_threads)
+                if spec.qk_head_dim % pipeline.k.layout.per_chunk:  # the chunk holds codes as well
+                    threads.sync()
                 load_q(spec, tiling, q_tile, threads, a.q, work, first_row)
                 pipeline.begin(columns.first, columns.end)
 

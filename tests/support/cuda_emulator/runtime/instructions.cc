@@ -92,7 +92,9 @@ void ArriveAtBarrier(int id, int num_threads) {
     throw Fault("threads expect different numbers at a barrier");
   }
   barrier.expected = num_threads;
+  barrier.warps |= 1u << m.current->linear / kWarpSize;
   if (++barrier.arrived == num_threads) {
+    OrderAccesses(std::exchange(barrier.warps, 0));
     barrier.arrived = 0;
     ++barrier.phase;
   }
@@ -166,7 +168,8 @@ bool IsAny(bool condition) {
 }
 
 void SyncWarp() {
-  MeetInWarp("bar.warp.sync", nullptr, [](void**) {});
+  const uint32_t warp = 1u << machine().current->linear / kWarpSize;
+  MeetInWarp("bar.warp.sync", nullptr, [=](void**) { OrderAccesses(warp); });
 }
 
 void LoadMatrices(uint32_t* const* registers, int count, bool transposed, uint32_t address) {
@@ -179,7 +182,7 @@ void LoadMatrices(uint32_t* const* registers, int count, bool transposed, uint32
       uint16_t rows[8][8];
       for (int i = 0; i < 8; ++i) {
         const uint32_t row = static_cast<Lane*>(slots[matrix * 8 + i])->address;
-        std::memcpy(rows[i], SharedOfWarp(row, 16), 16);
+        LoadByWarp(rows[i], row, 8);
       }
       for (int lane = 0; lane < kWarpSize; ++lane) {
         const int i = lane / 4, j = lane % 4 * 2;

@@ -105,6 +105,7 @@ void BeginBlock() {
   m.threads.assign(count, Thread());
   m.warps.assign((count + kWarpSize - 1) / kWarpSize, Warp());
   for (Barrier& barrier : m.barriers) barrier = Barrier();
+  for (size_t w = 0; w < m.warps.size(); ++w) m.warps[w].seen[w] = 1;
   m.products.assign(m.warps.size() / kWarpgroupWarps, {});
   BeginShared();
   for (int i = 0; i < count; ++i) {

@@ -56,12 +56,15 @@ struct Warp {
   std::vector<std::function<void()>> open_products;
   size_t num_products = 0;  // since the block began
   bool is_fenced = false;   // wgmma.fence, since it last waited for products
+  // Accesses of a warp before such a time of its clock come before what this one does now.
+  uint32_t seen[kMaxWarps] = {};
 };
 
 struct Barrier {
   int arrived = 0;
   int expected = 0;
   uint64_t phase = 0;
+  uint32_t warps = 0;  // that have arrived: a bit for each
 };
 
 struct Thread {
@@ -103,7 +106,7 @@ struct Grid {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barriers[kNumBarriers];
-  std::vector<char> published;  // shared memory as it was behind proxy fences
+  SharedRecord shared;
   // What the warps of each warpgroup have multiplied: all of them the same.
   std::vector<std::vector<Product>> products;
   Thread* current = nullptr;

@@ -171,7 +171,7 @@ class Engine:
 
 
 def measure_prompts(engines: list[Engine], prompts: list[list[int]]) -> list[tuple[float, float]]:
-    """Let the engines answer in turns.
+    """Let the engines answer in turns, in an order that rotates.
 
     Returns
     -------
@@ -182,8 +182,9 @@ def measure_prompts(engines: list[Engine], prompts: list[list[int]]) -> list[tup
     reused, seconds, possible = [0] * len(engines), [[] for _ in engines], 0
     for i, prompt in enumerate(prompts):
         possible += longest_common(prompt, prompts[:i])
-        for k, engine in enumerate(engines):
-            found, took = engine.answer(prompt)
+        for turn in range(len(engines)):  # none always follows one that fills the CPU's caches
+            k = (i + turn) % len(engines)
+            found, took = engines[k].answer(prompt)
             if i > 0:  # the first one has nothing to reuse
                 reused[k] += found
                 seconds[k].append(took)

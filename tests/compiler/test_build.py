@@ -255,6 +255,7 @@ def test_a_damaged_file_is_built_anew(cache_dir, damage):
     assert [p.name for p in cache_dir.glob("*.so")] == [path.name]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(cache_dir, monkeypatch):
     code = (
         "import tir_kernels\n"

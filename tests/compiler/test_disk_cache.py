@@ -227,6 +227,7 @@ def test_a_folder_that_cannot_be_made(folder):
     check_private(folder, "this process only: .*cache")
 
 
+@pytest.mark.slow
 def test_a_private_folder_goes_with_its_process(folder):
     folder.write_text("a file")
     code = (

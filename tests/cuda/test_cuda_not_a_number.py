@@ -22,7 +22,7 @@ from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal,
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
-from ..support.selections import few_of, latin_square
+from ..support.selections import every_nth, few_of, latin_square
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, random_parents
 
 NONE = RopeSpec(rotary_dim=0)
@@ -266,7 +266,7 @@ def test_mla_trees(spec, monkeypatch):
 
 
 @latin_square(6, "spec", "count")
-@pytest.mark.parametrize("spec", [*SPECS.values(), *MLA.values()], ids=[*SPECS, *MLA])
+@pytest.mark.parametrize("spec", every_nth([*SPECS.values(), *MLA.values()], 2), ids=[*SPECS, *MLA])
 @parametrize_splits
 @on_gpu_too
 def test_shared_prefix(spec, count):

@@ -267,7 +267,7 @@ print("done")
     "workers, when",
     [
         ("threads", "collected after"),
-        ("processes", "never closed"),
+        pytest.param("processes", "never closed", marks=pytest.mark.slow),
         pytest.param("threads", "never closed", marks=pytest.mark.slow),
         pytest.param("processes", "never collected", marks=pytest.mark.slow),
         pytest.param("threads", "never collected", marks=pytest.mark.slow),

@@ -25,6 +25,7 @@ def compiles_for_emulated_device(monkeypatch):
     monkeypatch.setattr(gpu, "compiler_version", lambda: ("emulator", library.runtime_path().stem))
 
 
+@pytest.mark.slow
 def test_cases_run_on_a_device(device, compiles_for_emulated_device):
     """Kernels get copies on the device, and the case gets the results."""
     case = PagedBatch(SPEC, [(3, 70), (0, 33), (4, 6)], 0)
@@ -35,6 +36,7 @@ def test_cases_run_on_a_device(device, compiles_for_emulated_device):
     case.verify()
 
 
+@pytest.mark.slow
 def test_results_come_from_the_device(device, compiles_for_emulated_device, monkeypatch):
     """A kernel that is not launched leaves the outputs as they were, and the case fails."""
     monkeypatch.setattr(gpu.KernelsOnGpu, "get_function", lambda self, name: lambda *_: None)

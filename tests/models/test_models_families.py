@@ -20,7 +20,7 @@ from ..support.model_cases import (  # noqa: E402
     random_tokens,
     write_checkpoint,
 )
-from ..support.selections import latin_square, with_slow  # noqa: E402
+from ..support.selections import all_slow_but, latin_square, with_slow  # noqa: E402
 
 # Alike wherever it does not matter, so that most kernels are compiled once.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -119,10 +119,10 @@ def pair(request, tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("check", all_slow_but(CHECKS, "chunks", "batch"))
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_logits(pair, check, seed):
-    check(pair, seed)
+    CHECKS[check](pair, seed)
 
 
 def test_hits(pair):

@@ -142,6 +142,7 @@ def test_options(pair):
     assert_close(np.concatenate(found), expected)
 
 
+@pytest.mark.slow
 def test_checkpoints_with_pictures(tmp_path):
     """Published files of MiniMax M3: other names, and fields that older files have."""
     text = Pair(tmp_path, "minimax_m3_vl_text", MINIMAX)

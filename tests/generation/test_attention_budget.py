@@ -24,6 +24,7 @@ def test_text(capfd):
     [
         (["64", "--sliding-window", "32"], "cannot be combined with --sliding-window"),
         (["64", "--stages", "2"], "cannot be combined with --shards and --stages"),
+        (["64", "--speculative"], "num_speculative_tokens must be 0 with an attention budget"),
         (["16"], "attention_budget must be at least 32 positions, two pages; got 16"),
     ],
     ids=str,

@@ -72,3 +72,8 @@ class Settings:
             raise ValueError(
                 "num_speculative_tokens must be 0 with several workers, which have no token trees"
             )
+        if self.num_speculative_tokens and model.options.budgets:
+            raise ValueError(
+                "num_speculative_tokens must be 0 with an attention budget: steps with drafts "
+                "attend to everything, so the text would depend on them"
+            )

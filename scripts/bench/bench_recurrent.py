@@ -120,7 +120,7 @@ class Bench:
         )
 
     def beside_torch(self, num_rows: int) -> None:
-        """Print times of the gated delta rule beside those of transformers, in turns.
+        """Print times of the gated delta rule and of that in transformers; the two alternate.
 
         Their states are float32 as well, and are as many. Repeated heads of K and Q, which a model
         makes before, are given.

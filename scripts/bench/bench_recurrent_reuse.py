@@ -171,7 +171,7 @@ class Engine:
 
 
 def measure_prompts(engines: list[Engine], prompts: list[list[int]]) -> list[tuple[float, float]]:
-    """Let the engines answer in turns, in an order that rotates.
+    """Let every engine answer each prompt, in an order that rotates.
 
     Returns
     -------

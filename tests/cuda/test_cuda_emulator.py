@@ -167,7 +167,7 @@ def test_numbers_that_are_passed_on_behind_barriers(chosen):
 @parametrize_schedules
 @pytest.mark.parametrize("which", [0, 1], ids=["before-reading", "before-writing"])
 def test_a_barrier_that_is_missing_is_an_error(which, chosen):
-    """Also where the threads take turns in an order that makes the numbers right."""
+    """Also where the numbers are right because of the order in which the threads run."""
     source = mutated(turning_source(), BARRIER, which=which)
     with schedule(chosen), pytest.raises(RuntimeError, match="shared memory: a race at byte"):
         _turned(source)

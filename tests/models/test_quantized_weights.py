@@ -14,8 +14,6 @@ from tvm_pagedkv.models import DecoderModel, ParallelModel
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weight_formats import INT4_MINIMA, INT8, quantize
 
-from ..support.selections import few_of  # noqa: E402
-
 # Of logits whose standard deviation is 3 or so: activations have 16 bits.
 TOLERANCE = 5e-3
 
@@ -74,7 +72,8 @@ def test_scales_of_k_and_v_are_not_needed(tmp_path):
     np.testing.assert_array_equal(_logits(found), _logits(expected))
 
 
-@pytest.mark.parametrize("name", few_of(["Q4_0", "Q8_0", "Q4_1", "Q5_0"], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_1", "Q5_0"])
 def test_gguf_files_keep_their_codes(name, tmp_path):
     """The codes stand for the very numbers of the file; those of other types become int8."""
     gguf = pytest.importorskip("gguf")

@@ -7,9 +7,8 @@ missing shows as a wrong result under one schedule or another. A barrier that is
 error: a thread reads what another one wrote to shared memory, or writes what another one read or
 wrote, and no barrier orders the two. Writes of the same value race with nothing, and what a matrix
 instruction reads in a race is NaN, as it may read more than it uses. Shared memory holds NaN when a
-block begins. A kernel that may
-begin before the one before has ended does, and runs until it waits for it. Not modelled: the memory
-model beyond that, bank conflicts, time.
+block begins. A kernel that may begin before the one before has ended does, and runs until it waits
+for it. Not modelled: the memory model beyond that, bank conflicts, time.
 """
 
 from __future__ import annotations

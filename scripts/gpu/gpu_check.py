@@ -22,16 +22,17 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from gpu_check_configs import NAMES
+from gpu_check_configs import NAMES, RECURRENT
 
 HERE = Path(__file__).resolve().parent
 TIMINGS = (
     *("decode", "rope_append", "begin_forward", "prefill", "few_rows", "graphs", "mla"),
     "shared_prefix",
 )
-SECTIONS = ("limits", *(f"caches {name}" for name in NAMES), *TIMINGS)
+SECTIONS = ("limits", *(f"caches {name}" for name in (*NAMES, RECURRENT)), *TIMINGS)
 MAX_SECONDS = 90  # of a section
 
 
@@ -215,6 +216,9 @@ def run_caches(section: Section, folder: Path, device, is_tiny: bool) -> None:
 
     size, seconds, min_calls = (24, 0.0, 40) if is_tiny else (200, 8.0, 30)
     kernels = caches.load(folder, device)
+    if folder.name == RECURRENT:
+        call = partial(caches.check_recurrent, kernels, seconds, min_calls, is_tiny)
+        return section.attempt("random calls", call)
     section.attempt("forwards", lambda: caches.check_forwards(kernels, size))
     section.attempt("parts of forwards", lambda: caches.check_parts(kernels, size))
     section.attempt("shared prefixes", lambda: caches.check_shared_prefix(kernels, size))

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import tvm
+from gpu_check_configs import RECURRENT_OPTIONS
 from gpu_check_pair import POPPABLE, Kernels, Pair
 
 import tvm_pagedkv as pkv
 from tests import reference
 from tests.reference import quantized
+from tests.support import recurrent_world
 from tests.support.python_kernels import share_every_prefix
 
 
@@ -145,6 +147,21 @@ def check_random(kernels: Kernels, size: int, seconds: float, min_calls: int, se
         if counts.total() % 10 == 0:
             pair.check_rows()
     return ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
+
+
+def check_recurrent(
+    kernels: Kernels, seconds: float, min_calls: int, is_tiny: bool, seed: int = 5
+) -> str:
+    """Random calls on a cache with recurrent layers, beside its texts in float64."""
+    end = time.perf_counter() + seconds
+    world = recurrent_world.World(
+        seed, create=lambda _: kernels.create(), is_wide=not is_tiny, **RECURRENT_OPTIONS
+    )
+    while time.perf_counter() < end or sum(world.counts.values()) < min_calls:
+        world.do()
+    for name in ("recurrent_append", "recurrent_scan", "row_append", "causal_conv"):
+        assert any(kernel == name for _, kernel in kernels.calls), f"{name} was not called"
+    return ", ".join(f"{n} {what}" for what, n in sorted(world.counts.items()))
 
 
 def check_the_rest(kernels: Kernels) -> str:

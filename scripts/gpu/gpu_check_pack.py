@@ -15,11 +15,11 @@ from pathlib import Path
 import gpu_check_configs
 import tvm
 import tvm_ffi
-from gpu_check_configs import CODED, NAMES, config_of
+from gpu_check_configs import CODED, NAMES, RECURRENT, RECURRENT_OPTIONS, config_of
 from tvm.target import Target
 
 import tvm_pagedkv as pkv
-from tests.support import stock
+from tests.support import recurrent_world, stock
 from tir_kernels.releases import export_cuda_host
 from tvm_pagedkv import _library
 from tvm_pagedkv.bundle import cuda as bundle_cuda
@@ -64,12 +64,13 @@ def pack(folder: Path, archs: list[str], python: str, device: str, is_tiny: bool
         raise ValueError(f"{folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
     _copy_python(folder, python)
-    for name in NAMES:
+    configs = {name: read_config(config_of(name, is_tiny)) for name in NAMES}
+    configs[RECURRENT] = recurrent_world.world_config(**RECURRENT_OPTIONS, is_wide=not is_tiny)
+    for name, config in configs.items():
         print(f"bundle {name}", flush=True)
         targets = {"targets": ["cuda"], "archs": archs} if device == "cuda" else {}
-        config = read_config(config_of(name, is_tiny))
         pkv.write_bundle(config, folder / "bundles" / name, bare=True, progress=print, **targets)
-        if device == "cuda" and name not in ("float32", *CODED):
+        if device == "cuda" and name not in ("float32", RECURRENT, *CODED):
             _write_stock(folder / "stock", config, archs)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {num_bytes / 1e6:.1f} MB")

@@ -22,6 +22,7 @@ from tvm_pagedkv.compiler.cuda.library import DeviceCode
 from ..cuda.test_cuda_build import needs_nvcc
 from ..reference import quantized
 from ..support.cuda_emulator.device import plugged_in
+from ..support.recurrent_world import world_config
 from ..support.selections import with_slow
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
@@ -35,15 +36,22 @@ def scripts(monkeypatch):
 
 
 def written(path: Path, name: str, **options) -> Path:
-    from gpu_check_configs import config_of
+    from gpu_check_configs import RECURRENT, RECURRENT_OPTIONS, config_of
 
-    return pkv.write_bundle(read_config(config_of(name, True)), path, bare=True, **options)
+    if name == RECURRENT:
+        config = world_config(**RECURRENT_OPTIONS)
+    else:
+        config = read_config(config_of(name, True))
+    return pkv.write_bundle(config, path, bare=True, **options)
 
 
 def check(folder: Path, device) -> None:
     import gpu_check_caches as caches
 
     kernels = caches.load(folder, device)
+    if any("recurrent_scan" in each for each in kernels.bundle.kernel_sets):
+        caches.check_recurrent(kernels, 0.0, 100, is_tiny=True)
+        return
     caches.check_forwards(kernels, SIZE)
     caches.check_parts(kernels, SIZE)
     caches.check_shared_prefix(kernels, SIZE)
@@ -53,14 +61,17 @@ def check(folder: Path, device) -> None:
 
 @needs_nvcc
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", *CODED])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", *CODED, "recurrent"])
 def test_caches_on_this_gpu(tmp_path, name):
     arch = tvm.cuda(0).compute_version.replace(".", "")
     check(written(tmp_path / "b", name, targets=["cuda"], archs=[arch]), tvm.cuda(0))
 
 
 @pytest.mark.skipif(bool(tvm.cuda(0).exist), reason="this machine has the device that is emulated")
-@pytest.mark.parametrize("name", with_slow(["bfloat16", "bfloat16-int4"], "bfloat16"))
+@pytest.mark.parametrize(
+    "name",
+    with_slow(["bfloat16", "bfloat16-int4", "recurrent"], "bfloat16", "recurrent"),
+)
 def test_caches_on_an_emulated_device(monkeypatch, tmp_path, name):
     held = {DeviceCode("sass", 80)}
     monkeypatch.setattr(bundle_cuda, "device_code", lambda path: held)
@@ -120,7 +131,7 @@ def test_a_folder_is_packed_and_run(tmp_path):
     assert done.returncode == 0, done.stderr
     folder, result = tmp_path / "folder", tmp_path / "result.json"
     command = [sys.executable, str(folder / "gpu_check.py"), "--json", str(result)]
-    options = ["--device", "cpu", "--tiny", "--only", "limits", "caches float32"]
+    options = ["--device", "cpu", "--tiny", "--only", "limits", "caches float32", "recurrent"]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     found = json.loads(result.read_text())
     assert done.returncode == 0 and not found["failures"], done.stdout + done.stderr

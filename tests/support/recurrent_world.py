@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,8 +108,70 @@ class Text:
         return [*self.tokens, *reversed(found)]
 
 
+def world_config(
+    dtype: str,
+    prefix_cache: pkv.PrefixCacheConfig | None = None,
+    *,
+    enable_kv_transfer: bool = False,
+    sliding_window: bool = False,
+    is_wide: bool = False,
+    **options,
+) -> pkv.KVCacheConfig:
+    """Layers of three rules and two of attention; `options` are of all recurrent ones.
+
+    With `is_wide` heads are as large as those of models.
+    """
+    width = 128 if is_wide else 16
+    recurrent = {
+        1: pkv.LayerSpec(
+            "recurrent",
+            recurrent=pkv.RecurrentConfig("gated_delta", 4, 2, width, width + 8, **options),
+            conv=pkv.ConvConfig(40, 4, "silu"),
+        ),
+        2: pkv.LayerSpec(
+            "recurrent",
+            recurrent=pkv.RecurrentConfig("kda", 2, 2, width // 2, width, **options),
+            conv=pkv.ConvConfig(24, 3, None, has_bias=True),
+        ),
+        4: pkv.LayerSpec(
+            "recurrent",
+            recurrent=pkv.RecurrentConfig("mamba2", 4, 1, width // 2, width // 2, **options),
+            conv=pkv.ConvConfig(40, 4, "silu", has_bias=True),
+        ),
+    }
+    attention = {0: pkv.LayerSpec("mha"), 3: pkv.LayerSpec("mha_sliding", window=6)}
+    return pkv.KVCacheConfig(
+        num_layers=5,
+        num_qo_heads=2,
+        num_kv_heads=1,
+        qk_head_dim=16,
+        dtype=dtype,
+        kv_dtype="int8",
+        page_size=PAGE_SIZE,
+        max_num_sequences=4,
+        max_total_tokens=320,
+        prefill_chunk_size=48,
+        layers=[(recurrent | attention)[i] for i in range(5)],
+        rope=pkv.RopeConfig(mode="none"),
+        prefix_cache=prefix_cache,
+        enable_kv_transfer=enable_kv_transfer,
+        sliding_window=sliding_window,
+    )
+
+
 class World:
-    """A cache with random operations, and the texts that its sequences should have."""
+    """A cache with random operations, and the texts that its sequences should have.
+
+    Parameters
+    ----------
+    seed : int
+    dtype : str
+    prefix_cache : PrefixCacheConfig, optional
+    create : callable, optional
+        Makes the cache of a `KVCacheConfig`. None: `tvm_pagedkv.create`.
+    options
+        Those of `world_config`.
+    """
 
     def __init__(
         self,
@@ -116,55 +179,17 @@ class World:
         dtype: str,
         prefix_cache: pkv.PrefixCacheConfig | None = None,
         *,
-        enable_kv_transfer: bool = False,
-        sliding_window: bool = False,
+        create: Callable[[pkv.KVCacheConfig], pkv.KVCache] | None = None,
         **options,
     ):
         self.rng = np.random.default_rng(seed)
+        self.config = world_config(dtype, prefix_cache, **options)
         self.layers = {
-            1: Layer(
-                pkv.RecurrentConfig("gated_delta", 4, 2, 16, 24, **options),
-                pkv.ConvConfig(40, 4, "silu"),
-                dtype,
-                self.rng,
-            ),
-            2: Layer(
-                pkv.RecurrentConfig("kda", 2, 2, 8, 16, **options),
-                pkv.ConvConfig(24, 3, None, has_bias=True),
-                dtype,
-                self.rng,
-            ),
-            4: Layer(
-                pkv.RecurrentConfig("mamba2", 4, 1, 8, 8, **options),
-                pkv.ConvConfig(40, 4, "silu", has_bias=True),
-                dtype,
-                self.rng,
-            ),
+            i: Layer(layer.recurrent, layer.conv, dtype, self.rng)
+            for i, layer in enumerate(self.config.layers)
+            if layer.recurrent is not None
         }
-        specs = [
-            pkv.LayerSpec("recurrent", recurrent=self.layers[i].config, conv=self.layers[i].conv)
-            if i in self.layers
-            else pkv.LayerSpec("mha" if i < 3 else "mha_sliding", window=6 if i >= 3 else None)
-            for i in range(5)
-        ]
-        self.config = pkv.KVCacheConfig(
-            num_layers=5,
-            num_qo_heads=2,
-            num_kv_heads=1,
-            qk_head_dim=16,
-            dtype=dtype,
-            kv_dtype="int8",
-            page_size=PAGE_SIZE,
-            max_num_sequences=4,
-            max_total_tokens=320,
-            prefill_chunk_size=48,
-            layers=specs,
-            rope=pkv.RopeConfig(mode="none"),
-            prefix_cache=prefix_cache,
-            enable_kv_transfer=enable_kv_transfer,
-            sliding_window=sliding_window,
-        )
-        self.cache = pkv.create(self.config)
+        self.cache = (create or pkv.create)(self.config)
         self.texts: dict[int, Text] = {}
         self.old: list[list[int]] = []
         self.tolerance = 3e-5 if dtype == "float32" else 2e-2

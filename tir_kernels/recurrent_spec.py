@@ -44,9 +44,10 @@ class Section(NamedTuple):
 class RecurrentSpec:
     """Everything that decides the code of the kernels of one set of recurrent layers.
 
-    The state S of a head is a float32 matrix ``[key_dim, value_dim]``. A token with key k, value v,
-    query q and log decay g makes it ``exp(g) * S + k (x) u`` and reads ``o = scale * S^T q``, where
-    u is v, or with a delta rule ``beta * (v - (exp(g) * S)^T k)``.
+    The state S of a head is a matrix ``[key_dim, value_dim]``. A token with key k, value v, query q
+    and log decay g makes it ``exp(g) * S + k (x) u`` and reads ``o = scale * S^T q``, where u is v,
+    or with a delta rule ``beta * (v - (exp(g) * S)^T k)``. A state of a narrower type than float32
+    is rounded after each token, before the query reads it.
 
     What the recurrence takes of a token besides q, its *ingredients*, is kept as K and V are: a row
     in pages ``[num_pages, page_size, row_width]`` of `dtype`, which `sections` describes.
@@ -62,11 +63,13 @@ class RecurrentSpec:
     key_dim, value_dim : int
         Widths of k and q, and of v and o.
     dtype : str
-        Type of q, k, v and o. Gates and states are float32.
+        Type of q, k, v and o. Gates are float32.
     page_size : int
         Slots of a page of ingredients.
     target : VectorTarget or CudaTarget
         Traits of the CPU or the GPU.
+    state_dtype : str
+        Type of the states.
 
     Raises
     ------
@@ -82,12 +85,16 @@ class RecurrentSpec:
     dtype: str = "float32"
     page_size: int = 16
     target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
+    state_dtype: str = "float32"
 
     def __post_init__(self):
         if self.rule not in RULES:
             raise ValueError(f"no rule {self.rule!r}; there are {', '.join(RULES)}")
-        if self.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {self.dtype!r}")
+        for name in ("dtype", "state_dtype"):
+            if getattr(self, name) not in FLOAT_DTYPES:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {getattr(self, name)!r}"
+                )
         for name in (
             "num_heads", "num_key_heads", "key_dim", "value_dim", "page_size"
         ):  # fmt: skip
@@ -149,8 +156,13 @@ class RecurrentSpec:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of a state page, float32."""
+        """Shape of a state page, whose numbers are of `state_dtype`."""
         return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state page."""
+        return math.prod(self.state_shape) * ITEMSIZE[self.state_dtype]
 
 
 def _aligned(num_bytes: int) -> int:

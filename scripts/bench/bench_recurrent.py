@@ -59,10 +59,10 @@ class Bench:
         self.scan = compile_kernel(recurrent_scan(spec), "scan", target)["scan"]
         self.append = compile_kernel(recurrent_append(spec), "append", target)["append"]
         self.scale = compile_kernel(scale_in_place, "scale", target)["scale"]
-        self.state_bytes = 4 * spec.num_heads * spec.key_dim * spec.value_dim
+        self.state_bytes = spec.state_bytes
         self.num_states = max(64, 2**28 // self.state_bytes)
         shape = (self.num_states, spec.num_heads, spec.key_dim, spec.value_dim)
-        self.array, self.states = huge_zeros(shape, F32)
+        self.array, self.states = huge_zeros(shape, spec.state_dtype)
         self.rng = np.random.default_rng(0)
 
     def arguments(self, num_rows: int, pages: list[int]) -> list:
@@ -103,7 +103,7 @@ class Bench:
             for first in range(0, self.num_states - batch + 1, batch)
         ]
         moved = 2 * self.state_bytes * batch * len(steps)
-        flat = self.states._create_view((self.array.size,), F32, 0)
+        flat = self.states._create_view((self.array.nbytes // 4,), F32, 0)
         ours, limit = [], []
         for _ in range(ROUNDS):
             start = time.perf_counter()
@@ -188,12 +188,13 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=16)
     parser.add_argument("--dims", type=int, nargs=2, default=(128, 128), metavar=("KEY", "VALUE"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--state-dtype", default=F32)
     parser.add_argument("--torch", action="store_true", help="of gated_delta: beside transformers")
     options = parser.parse_args()
     num_threads = int(tvm.get_global_func("runtime.NumThreads")())
     spec = RecurrentSpec(
         options.rule, options.heads, options.key_heads, *options.dims, options.dtype,
-        target=vector_target(),
+        target=vector_target(), state_dtype=options.state_dtype,
     )  # fmt: skip
     print(f"{spec}\n{num_threads} threads")
     bench, limits = Bench(spec, num_threads), Limits()

@@ -37,8 +37,10 @@ from ..support.recurrent_moves import (
 from ..support.selections import few_of, latin_square
 
 
-def make_spec(rule: str, shape: str, dtype: str = F32, page: int = 4) -> RecurrentSpec:
-    return RecurrentSpec(rule, *SHAPES[shape], dtype, page, CudaTarget())
+def make_spec(
+    rule: str, shape: str, dtype: str = F32, page: int = 4, state_dtype: str = F32
+) -> RecurrentSpec:
+    return RecurrentSpec(rule, *SHAPES[shape], dtype, page, CudaTarget(), state_dtype)
 
 
 @parametrize_seed
@@ -52,6 +54,16 @@ def test_sequences_of_unequal_lengths(rule, shape, dtype, seed):
 
 
 @parametrize_seed
+@latin_square(6, "rule", "shape", "state_dtype")
+@pytest.mark.parametrize("state_dtype", [BF16, F16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
+@on_gpu_too
+def test_states_are_rounded_after_each_token(rule, shape, state_dtype, seed):
+    check_sequences(make_spec(rule, shape, BF16, state_dtype=state_dtype), seed)
+
+
+@parametrize_seed
 @pytest.mark.parametrize("rule", few_of(RULES, 2))
 @on_gpu_too
 def test_token_trees(rule, seed):
@@ -59,10 +71,11 @@ def test_token_trees(rule, seed):
 
 
 @parametrize_seed
-@pytest.mark.parametrize("rule", ["kda", "mamba2"])
+@pytest.mark.parametrize(("rule", "state_dtype"), [("kda", F32), ("mamba2", F32), ("kda", BF16)])
 @on_gpu_too
-def test_a_state_has_the_same_bits_however_its_tokens_came(rule, seed):
-    spec, rng = make_spec(rule, "2-heads-64x256", BF16), np.random.default_rng(seed)
+def test_a_state_has_the_same_bits_however_its_tokens_came(rule, state_dtype, seed):
+    spec = make_spec(rule, "2-heads-64x256", BF16, state_dtype=state_dtype)
+    rng = np.random.default_rng(seed)
     tokens, pool = Tokens.random(spec, 9, rng), states_of(spec, 4, rng)
     place = tensors_for(spec)
     whole, cut, replayed = (place(pool) for _ in range(3))

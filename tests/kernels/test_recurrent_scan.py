@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 
@@ -46,10 +47,43 @@ def test_sequences_of_unequal_lengths(rule, shape, dtype, seed):
 
 
 @parametrize_seed
+@latin_square(6, "rule", "shape", "state_dtype")
+@pytest.mark.parametrize("state_dtype", [BF16, F16])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_state_has_the_same_bits_however_its_tokens_came(rule, seed):
+def test_states_are_rounded_after_each_token(rule, shape, state_dtype, seed):
+    spec = make_spec(rule, shape, BF16)
+    check_sequences(dataclasses.replace(spec, state_dtype=state_dtype), seed)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("state_dtype", [F32, BF16, F16])
+def test_a_nan_stays_one(state_dtype, dtype):
+    """Of any bits; to round them might give a number."""
+    spec = make_spec("kda", "3-heads-24x8", dtype)
+    spec = dataclasses.replace(spec, state_dtype=state_dtype)
+    rng = np.random.default_rng(0)
+    nan = np.array([0xFFFFFFFF, 0x7FFFFFFF, 0x7F800001], np.uint32).view(F32)
+    for name in ("k", "v", "log_decay", "beta"):
+        for count in (3, 12):
+            tokens, states = Tokens.random(spec, count, rng), tensor(states_of(spec, 1, rng))
+            array = getattr(tokens, name)
+            with np.errstate(invalid="ignore"):
+                array.reshape(count, 3, -1)[1, :, 0] = nan.astype(array.dtype)
+            tokens.run(states, [(count, 0, 0)], [1])
+            found = np.isnan(states.numpy()[0].astype(F32))
+            of_row = {"k": found[:, 0], "log_decay": found[:, 0], "v": found[..., 0], "beta": found}
+            assert of_row[name].all()
+
+
+@parametrize_seed
+@latin_square(4, "rule", "state_dtype")
+@pytest.mark.parametrize("state_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_state_has_the_same_bits_however_its_tokens_came(rule, state_dtype, seed):
     """In one call, cut where states are kept, token by token, replayed, and beside others."""
     spec = make_spec(rule, "4-of-2-heads-128", BF16)
+    spec = dataclasses.replace(spec, state_dtype=state_dtype)
     rng = np.random.default_rng(seed)
     tokens, pool = Tokens.random(spec, 40, rng), states_of(spec, 6, rng)
     whole, cut, replayed = (tensor(pool) for _ in range(3))
@@ -158,6 +192,7 @@ def test_other_cpus(rule, cpu):
         ({"key_dim": 0}, "key_dim must be positive, got 0"),
         ({"page_size": -1}, "page_size must be positive, got -1"),
         ({"dtype": "int8"}, "dtype must be one of"),
+        ({"state_dtype": "int8"}, "state_dtype must be one of"),
     ],
 )
 def test_specs_are_checked(fields, message):

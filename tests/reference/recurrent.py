@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
 
@@ -14,6 +15,7 @@ def recurrence(
     beta: np.ndarray | None,
     state: np.ndarray,
     scale: float,
+    state_dtype: str = "float64",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Take a state through the tokens of a sequence.
 
@@ -28,6 +30,8 @@ def recurrence(
         Before the first token.
     scale : float
         Factor on q.
+    state_dtype : str
+        To which the state is rounded after each token.
 
     Returns
     -------
@@ -48,6 +52,7 @@ def recurrence(
             recalled = np.einsum("hkv,hk->hv", state, key)
             written = np.asarray(beta[t], np.float64)[:, None] * (written - recalled)
         state = state + key[:, :, None] * written[:, None, :]
+        state = state.astype(state_dtype).astype(np.float64)
         outputs[t] = scale * np.einsum("hkv,hk->hv", state, query)
         states.append(state)
     return outputs, np.stack(states)

@@ -22,6 +22,7 @@ SHAPES = {  # heads, key heads, key dim, value dim
     "2-heads-64x256": (2, 2, 64, 256),
 }
 SCALE = 0.3
+STATES = {"float32": 1e-5, "float16": 2**-8, "bfloat16": 2**-6}  # errors of their numbers
 SPARE_PAGES = 3
 
 
@@ -73,7 +74,8 @@ class Tokens:
 
     def expected(self, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return outputs and states of the reference."""
-        return recurrence(self.q, self.k, self.v, self.log_decay, self.beta, state, SCALE)
+        dtype = "float64" if self.spec.state_dtype == "float32" else self.spec.state_dtype
+        return recurrence(self.q, self.k, self.v, self.log_decay, self.beta, state, SCALE, dtype)
 
     def pages(self, slots: np.ndarray, num_pages: int) -> np.ndarray:
         """Return pages with the tokens in their slots; a negative slot: nowhere."""
@@ -152,21 +154,33 @@ def random_slots(spec: RecurrentSpec, count: int, rng) -> tuple[np.ndarray, int]
 
 def states_of(spec: RecurrentSpec, num_pages: int, rng) -> np.ndarray:
     """Return a pool of random states."""
-    return normal(rng, (num_pages, *spec.state_shape), "float32")
+    return normal(rng, (num_pages, *spec.state_shape), spec.state_dtype)
 
 
 def assert_states_close(actual, expected) -> None:
-    """Compare rows of states, with errors relative to the largest row of a head."""
+    """Compare rows of states, with errors relative to the largest row of a head.
+
+    Where states are rounded, a sum that lies between two numbers may go to the other one, and what
+    comes later goes on from there: almost all are the same, and no error is more than a few units.
+    """
     size = np.sqrt((expected**2).mean(-1, keepdims=True).max(-2, keepdims=True))
+    dtype, actual = str(actual.dtype), actual.astype(np.float64)
     assert np.isfinite(actual).all()
-    assert (np.abs(actual - expected) <= 1e-5 * size).all()
+    errors = np.abs(actual - expected)
+    assert (errors <= STATES[dtype] * np.maximum(size, np.abs(expected))).all()
+    if dtype != "float32":
+        assert (errors == 0).mean() > 0.9
 
 
-def assert_outputs_close(actual, expected, dtype: str) -> None:
-    """Compare rows of outputs, with errors relative to their size."""
+def assert_outputs_close(actual, expected, dtype: str, state_dtype: str = "float32") -> None:
+    """Compare rows of outputs, with errors relative to their size.
+
+    A number of a state that was rounded the other way may be larger than the sum.
+    """
     size = np.sqrt((expected**2).mean(-1, keepdims=True))
     errors = np.abs(np.asarray(actual, np.float64) - expected)
-    assert (errors <= ARITHMETIC[dtype] * np.maximum(size, np.abs(expected))).all()
+    tolerance = ARITHMETIC[dtype] + (0 if state_dtype == "float32" else 4 * STATES[state_dtype])
+    assert (errors <= tolerance * np.maximum(size, np.abs(expected))).all()
 
 
 def check_sequences(spec: RecurrentSpec, seed: int) -> None:
@@ -185,7 +199,7 @@ def check_sequences(spec: RecurrentSpec, seed: int) -> None:
             state = np.zeros(pool.shape[1:]) if read < 0 else pool[read]
             o, expected = tokens[begin : begin + count].expected(state)
             has_row = np.flatnonzero(rows[begin : begin + count] >= 0)
-            assert_outputs_close(actual[begin + has_row], o[has_row], spec.dtype)
+            assert_outputs_close(actual[begin + has_row], o[has_row], spec.dtype, spec.state_dtype)
             assert_states_close(after[write], expected[-1])
             begin += count
     np.testing.assert_array_equal(after[[2, 3, 7]], pool[[2, 3, 7]])
@@ -226,10 +240,10 @@ def check_tree(spec: RecurrentSpec, seed: int, is_forest: bool) -> None:
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
         o, expected = tokens[path].expected(pool[0])
-        assert_outputs_close(actual[order.index(node)], o[-1], spec.dtype)
+        assert_outputs_close(actual[order.index(node)], o[-1], spec.dtype, spec.state_dtype)
         if node in page_of:
             assert_states_close(states.numpy()[page_of[node]], expected[-1])
     o, expected = other.expected(pool[1])
-    assert_outputs_close(actual[24], o[0], spec.dtype)
+    assert_outputs_close(actual[24], o[0], spec.dtype, spec.state_dtype)
     assert_states_close(states.numpy()[1], expected[-1])
     np.testing.assert_array_equal(states.numpy()[0], pool[0])

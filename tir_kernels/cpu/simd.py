@@ -84,7 +84,7 @@ def store(buffer, index: Sequence, lanes: int, value, source: str = F32) -> None
     dtype = str(buffer.dtype)
     if dtype != source:
         if dtype == "bfloat16":
-            value = _round_safe(value, lanes)
+            value = round_safe(value, lanes)
         value = T.cast(value, vector_type(dtype, lanes))
     vectors.store(buffer, index, lanes, value)
 
@@ -97,7 +97,7 @@ def store_row(
         store(buffer, (*row, start), count, value(start, count), source)
 
 
-def _round_safe(value, lanes: int):
+def round_safe(value, lanes: int):
     """A float32 vector whose NaN can be rounded to bfloat16 as numbers are.
 
     TVM rounds by an addition to the bits, which carries out of the fraction of some NaN and turns

@@ -80,6 +80,17 @@ def store_floats(buffer, index: Sequence, values: Registers) -> None:
     store_words(words, buffer, index, num_bytes)
 
 
+def round_floats(values, row, count: int, dtype: str) -> None:
+    """Round `count` float32 numbers of a row of registers to the nearest of a type."""
+    if dtype == F32:
+        return
+    word = Registers(1, U32, "word")
+    for j in range(0, count, 2):
+        pair = [(row, j), (row, min(j + 1, count - 1))]
+        pack(word[0], dtype, *(values[at] for at in pair))
+        unpack(word[0], dtype, *(values[at] for at in pair))
+
+
 def copy_elements(to, to_index: Sequence, of, of_index: Sequence, count: int) -> None:
     """Copy `count` elements; bit for bit where the types are the same."""
     num_bytes = count * STORED_ITEMSIZE[str(of.dtype)]

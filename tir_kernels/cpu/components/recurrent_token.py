@@ -21,6 +21,7 @@ from ..simd import (
     store,
     temp,
 )
+from .state_numbers import safe
 
 
 @T.meta_class
@@ -59,18 +60,19 @@ class RecurrentToken:
             self._load_query(turn, row, key_head)
 
     def _load_ingredients(self, turn, page, offset, head, key_head) -> None:
+        dtype = self.spec.state_dtype
         for start, lanes in chunks(self.spec.key_dim, self.spec.target.lanes):
-            k = temp(load(self.kept.k, (page, offset, key_head, start), lanes), lanes)
+            k = load(self.kept.k, (page, offset, key_head, start), lanes)
+            k = temp(safe(k, dtype, lanes), lanes)
             store(self.k, (turn, start), lanes, k)
             if self.spec.decays_by_channel:
-                decay = exp(
-                    load(self.kept.log_decay, (page, offset, head, start), lanes), lanes, simd
-                )
+                log_decay = load(self.kept.log_decay, (page, offset, head, start), lanes)
+                decay = exp(safe(log_decay, dtype, lanes), lanes, simd)
                 store(self.decays, (turn, start), lanes, decay)
                 if self._scales_keys:
                     store(self.recalling, (turn, start), lanes, k * decay)
         if not self.spec.decays_by_channel:
-            decay = exp(self.kept.log_decay[page, offset, head], 1, simd)
+            decay = exp(safe(self.kept.log_decay[page, offset, head], dtype, 1), 1, simd)
             store(self.decays, (turn, 0), 1, decay)
 
     def _load_query(self, turn, row, key_head) -> None:

@@ -10,16 +10,17 @@ from tvm.script import tirx as T
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline
 from ..simd import (
-    CACHE_LINE_BYTES,
     F32,
     broadcast,
     constant,
+    elements_per_line,
     load,
     multiply_add,
     prefetch,
     store,
 )
 from .recurrent_token import RecurrentToken
+from .state_numbers import load_numbers, rounded, safe, store_numbers
 
 HEAD_BYTES = 64 * 1024  # that a task updates where they lie: a quarter of a small L2 cache
 TILE_BYTES = 16 * 1024  # that a task copies to the L1 cache: half of a small one
@@ -137,7 +138,7 @@ class StateColumns:
         self.steps = spec.key_dim // block.rows
         self.recalled, self.output = RowSums(block), RowSums(block)
         self.written = T.alloc_local((block.width,), F32)
-        self.lines = range(0, block.width, CACHE_LINE_BYTES // 4)
+        self.lines = range(0, block.width, elements_per_line(spec.state_dtype))
 
     @inline
     def clear(self, sink):
@@ -145,15 +146,16 @@ class StateColumns:
         for d in range(self.spec.key_dim):
             for j in T.unroll(self.vectors):
                 zero = T.meta_var(constant(0.0, self.lanes))
-                store(sink.buffer, sink.at(d, j * self.lanes), self.lanes, zero)
+                store_numbers(sink.buffer, sink.at(d, j * self.lanes), self.lanes, zero)
 
     @inline
     def copy(self, source, sink):
         """Copy the columns."""
         for d in range(self.spec.key_dim):
             for j in T.unroll(self.vectors):
-                value = T.meta_var(load(source.buffer, source.at(d, j * self.lanes), self.lanes))
-                store(sink.buffer, sink.at(d, j * self.lanes), self.lanes, value)
+                at = T.meta_var(source.at(d, j * self.lanes))
+                value = T.meta_var(load_numbers(source.buffer, at, self.lanes))
+                store_numbers(sink.buffer, sink.at(d, j * self.lanes), self.lanes, value)
 
     @inline
     def recall(self, turn, source):
@@ -164,7 +166,7 @@ class StateColumns:
                 d = T.meta_var(step * self.rows + i)
                 factor = self.token.recalling[turn, d]
                 for j in T.unroll(self.vectors):
-                    value = load(source.buffer, source.at(d, j * self.lanes), self.lanes)
+                    value = load_numbers(source.buffer, source.at(d, j * self.lanes), self.lanes)
                     self.recalled.add(i, j, factor, value)
 
     @inline
@@ -176,9 +178,13 @@ class StateColumns:
             if self.spec.is_delta:
                 beta = T.meta_var(broadcast(kept.beta[page, offset, head], self.lanes))
                 recalled = T.meta_var(self.token.decayed(turn, self.recalled.total(j), self.lanes))
-                self.written[self.output.at(j)] = beta * (value - recalled)
+                self._write(j, beta * (value - recalled))
             else:
-                self.written[self.output.at(j)] = value
+                self._write(j, value)
+
+    def _write(self, j, value) -> None:
+        value = safe(value, self.spec.state_dtype, self.lanes)
+        T.buffer_store(self.written, value, [self.output.at(j)])
 
     @inline
     def update(self, turn, source, sink, is_read, recalls, ahead):
@@ -197,11 +203,12 @@ class StateColumns:
                 d = T.meta_var(step * self.rows + i)
                 key, decay = token.k[turn, d], token.decay(turn, d)
                 for j in T.unroll(self.vectors):
-                    old = T.meta_var(load(source.buffer, source.at(d, j * lanes), lanes))
+                    old = T.meta_var(load_numbers(source.buffer, source.at(d, j * lanes), lanes))
                     decayed = T.meta_var(old * broadcast(decay, lanes))
                     written = T.meta_var(self.written[self.output.at(j)])
-                    new = multiply_add(broadcast(key, lanes), written, decayed, lanes)
-                    store(sink.buffer, sink.at(d, j * lanes), lanes, new)
+                    exact = T.meta_var(multiply_add(broadcast(key, lanes), written, decayed, lanes))
+                    new = rounded(exact, self.spec.state_dtype, lanes)
+                    store_numbers(sink.buffer, sink.at(d, j * lanes), lanes, new)
                     if is_read:
                         self.output.add(i, j, token.q[turn, d], new)
                     if recalls:

@@ -11,8 +11,6 @@ Forms that treat many tokens at once multiply more, and their results depend on 
 into chunks; here a state has the same bits however its tokens came.
 """
 
-import math
-
 from tvm.script import tirx as T
 
 from ...define import target_attributes
@@ -20,11 +18,12 @@ from ...ingredients import Ingredients, match_ingredients
 from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
-from ...signatures.arrays import match_float32, match_int32, row_matcher, sizes
+from ...signatures.arrays import match_int32, row_matcher, sizes
 from ..components.recurrent_token import RecurrentToken
 from ..components.rows import SERIAL_BELOW_BYTES
 from ..components.state_columns import Place, StateColumns, blocks_of
 from ..components.state_items import FEW_TOKENS, StateItems, StateWork
+from ..components.state_numbers import words_of
 from ..components.work import TASKS, Queue
 from ..conversion import require_half_target
 from ..simd import F32, import_llvm
@@ -43,9 +42,9 @@ def recurrent_scan(spec: RecurrentSpec):
     Token n takes its ingredients from ``slots[n]``, its query from row ``rows[n]`` of q, and writes
     the same row of o. A token whose row is -1 is replayed: it changes the state alone.
 
-    Arguments: q ``[T, num_key_heads, key_dim]``, pages ``[P, page_size, row_width]``, states
-    float32 ``[P', num_heads, key_dim, value_dim]``, segment_indptr int32 ``[B + 1]``, row_indptr
-    int32 ``[S + 1]``, slots and rows int32 ``[N]``, read_pages and write_pages int32 ``[S]``, o
+    Arguments: q ``[T, num_key_heads, key_dim]``, pages ``[P, page_size, row_width]``, states of
+    `state_dtype` ``[P', num_heads, key_dim, value_dim]``, segment_indptr int32 ``[B + 1]``,
+    row_indptr int32 ``[S + 1]``, slots and rows int32 ``[N]``, read_pages and write_pages int32 ``[S]``, o
     ``[T, num_heads, value_dim]``, scale: float32, the factor on q.
 
     Returns
@@ -54,10 +53,11 @@ def recurrent_scan(spec: RecurrentSpec):
         Private, free to be named by its module.
     """
     num_heads, key_dim, value_dim = spec.num_heads, spec.key_dim, spec.value_dim
-    require_half_target(spec.target, [spec.dtype], f"dtype={spec.dtype}")
+    got = f"dtype={spec.dtype}, state_dtype={spec.state_dtype}"
+    require_half_target(spec.target, [spec.dtype, spec.state_dtype], got)
     match_rows, page_size = row_matcher(spec.rows), spec.page_size
+    match_states = row_matcher(spec.rows, spec.state_dtype)
     wide, narrow = blocks_of(spec)
-    state_bytes = 4 * math.prod(spec.state_shape)
 
     @prim_func
     def recurrent_scan(
@@ -77,7 +77,7 @@ def recurrent_scan(spec: RecurrentSpec):
         num_rows, num_pages, num_tokens, num_states, num_starts, num_segments = sizes(6)
         q = match_rows(var_q, num_rows, spec.num_key_heads, key_dim)
         pages = match_ingredients(var_pages, num_pages, spec)
-        states = match_float32(var_states, num_states, num_heads, key_dim, value_dim)
+        states = match_states(var_states, num_states, num_heads, key_dim, value_dim)
         segment_indptr = match_int32(var_segment_indptr, num_starts)
         read_pages = match_int32(var_read_pages, num_segments)
         row_indptr = match_int32(var_row_indptr, num_segments + 1)
@@ -86,11 +86,12 @@ def recurrent_scan(spec: RecurrentSpec):
         write_pages = match_int32(var_write_pages, num_segments)
         o = match_rows(var_o, num_rows, num_heads, value_dim)
         kept = T.meta_var(Ingredients.of(pages, spec))
+        numbers = T.meta_var(words_of(states))
 
         num_sequences = T.if_then_else(num_tokens > 0, num_starts - 1, 0)
         tiles = T.meta_var(value_dim // narrow.width)
         work = StateWork(num_heads, tiles, segment_indptr, row_indptr, num_sequences, num_tokens)
-        work.begin(T.cast(num_tokens, "int64") * state_bytes < SERIAL_BELOW_BYTES)
+        work.begin(T.cast(num_tokens, "int64") * spec.state_bytes < SERIAL_BELOW_BYTES)
         queue = Queue()
         queue.begin()
         import_llvm(Queue.llvm_helper)
@@ -120,11 +121,11 @@ def recurrent_scan(spec: RecurrentSpec):
             for segment in range(segment_indptr[sequence], segment_indptr[sequence + 1]):
                 begin, end = row_indptr[segment], row_indptr[segment + 1]
                 page, sink_page = read_pages[segment], write_pages[segment]
-                sink = T.meta_var(Place(states, (sink_page, head), column))
+                sink = T.meta_var(Place(numbers, (sink_page, head), column))
                 if T.And(page < 0, begin < end):
                     columns.clear(sink)
                     page = sink_page
-                source = T.meta_var(Place(states, (page, head), column))
+                source = T.meta_var(Place(numbers, (page, head), column))
                 for n in range(begin, end):
                     is_last = T.meta_var(n + 1 == end)
                     after = T.if_then_else(is_last, next_token, n + 1)
@@ -148,7 +149,7 @@ def recurrent_scan(spec: RecurrentSpec):
                     if page < 0:
                         columns.clear(tile)
                     else:
-                        columns.copy(Place(states, (page, head), column), tile)
+                        columns.copy(Place(numbers, (page, head), column), tile)
                     load_token(token, begin, head)
                     if spec.is_delta:
                         columns.recall(T.bitwise_and(begin, 1), tile)
@@ -158,7 +159,7 @@ def recurrent_scan(spec: RecurrentSpec):
                         if n + 1 < end:
                             load_token(token, n + 1, head)
                         step(columns, n, head, column, tile, tile, spec.is_delta, None)
-                    columns.copy(tile, Place(states, (sink_page, head), column))
+                    columns.copy(tile, Place(numbers, (sink_page, head), column))
 
         for _ in T.parallel(work.num_tasks, annotations=TASKS):
             token = RecurrentToken(spec, q, kept, scale)
@@ -182,7 +183,7 @@ def recurrent_scan(spec: RecurrentSpec):
                         next_token = T.min(row_indptr[next_segment], num_tokens - 1)
                         for block in range(value_dim // wide.width):
                             column = block * wide.width
-                            ahead = T.meta_var(Place(states, (next_page, next_head), column))
+                            ahead = T.meta_var(Place(numbers, (next_page, next_head), column))
                             update_in_place(all_columns, sequence, head, column, ahead, next_token)
                     else:
                         first_tile = items.item % work.num_parts

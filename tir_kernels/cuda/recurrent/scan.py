@@ -19,7 +19,7 @@ from ...script import inline, prim_func
 from ...signatures.arrays import match_int32, row_matcher, sizes
 from ...spec import ITEMSIZE
 from ..components.recurrent_token import RecurrentToken
-from ..elements import load_floats, store_floats
+from ..elements import load_floats, round_floats, store_floats
 from ..emit import F32, WARP, Registers, launch
 from ..scalars import fused_multiply_add
 from ..warp import over_lanes
@@ -65,7 +65,7 @@ def tiling_of(spec: RecurrentSpec) -> Tiling:
 def recurrent_scan(spec: RecurrentSpec):
     """Build the kernel `recurrent_scan`; that of `cpu.recurrent.scan` has the arguments."""
     num_heads, key_dim, value_dim = spec.num_heads, spec.key_dim, spec.value_dim
-    match_rows, match_states = row_matcher(spec.rows), row_matcher(spec.rows, F32)
+    match_rows, match_states = row_matcher(spec.rows), row_matcher(spec.rows, spec.state_dtype)
     tiling = tiling_of(spec)
     num_tiles = -(-value_dim // tiling.width)  # of a head
     num_warps = math.gcd(num_heads * num_tiles, MAX_WARPS)
@@ -182,6 +182,7 @@ def recurrent_scan(spec: RecurrentSpec):
                                     state[i, j] = fused_multiply_add(
                                         token.k[i], written[j], decayed
                                     )
+                                round_floats(state, i, tiling.columns, spec.state_dtype)
                             if own_row >= 0:
                                 clear()
                                 for i in T.unroll(tiling.rows):

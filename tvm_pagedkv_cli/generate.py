@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from .model import add_attention_budget, add_model, add_weights, choose_model
+from .model import add_attention_budget, add_model, add_state_dtype, add_weights, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import MachineLimits, print_statistics
@@ -49,6 +49,7 @@ def add_parser(commands) -> None:
         "int5,int4 (default: that of --dtype)",
     )
     add_attention_budget(add)
+    add_state_dtype(add)
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add_sampling(add, 200, "continuation")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
@@ -207,6 +208,7 @@ def _load(options: argparse.Namespace):
         "page_size": options.page_size,
         "sliding_window": options.sliding_window is not None,
         "kv_dtype": options.kv_dtype,
+        "state_dtype": options.state_dtype,
         "weights": options.weights,
     }
     if (options.shards, options.stages) == (1, 1):

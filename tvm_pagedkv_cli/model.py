@@ -41,6 +41,17 @@ def add_attention_budget(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_state_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--state-dtype``."""
+    parser.add_argument(
+        "--state-dtype",
+        default="float32",
+        choices=["float32", "float16", "bfloat16"],
+        help="type of the states of recurrent layers (default float32); half of their memory, but "
+        "rounded after each token",
+    )
+
+
 def choose_model(options: argparse.Namespace) -> None:
     """Set ``options.model`` to the path of the model: the one that it names, or the default."""
     from tvm_pagedkv.models import SMOLLM2, find_included, find_model

@@ -28,6 +28,8 @@ struct CheckpointLayout {
     std::string details = {};  // their shape, as text
     int64_t interval = 0;      // positions from one kept state to the next; 0: no states
     std::vector<int64_t> state_shape = {};  // [num_heads, key_dim, value_dim]
+    std::string state_dtype = "float32";
+    int64_t state_item_bytes = 4;
 
     bool is_attention() const { return details.empty(); }
     bool has_one_row() const { return kind == "mla" || !is_attention(); }
@@ -57,7 +59,7 @@ struct CheckpointLayout {
    * [1, num_pages, page_bytes].
    */
   std::vector<int64_t> GroupShape(int64_t layer, int64_t num_pages) const;
-  /*! \brief Shape of the page group of a layer's states, which are float32. */
+  /*! \brief Shape of the page group of a layer's states, of its `state_dtype`. */
   std::vector<int64_t> StatesShape(int64_t layer, int64_t num_pages) const;
   int64_t PageBytes(int64_t layer) const;
 };

@@ -198,7 +198,7 @@ struct ExpectedGroup {
                           int64_t length, int64_t state_length) {
     const CheckpointLayout::Layer& about = layout.layers[layer];
     if (index >= layout.num_layers()) {
-      return {index, layer, state_length, about.interval, "float32", ""};
+      return {index, layer, state_length, about.interval, about.state_dtype, ""};
     }
     return {index,
             layer,
@@ -218,7 +218,7 @@ struct ExpectedGroup {
   /*! \brief Metadata may claim any number of pages, so this may wrap around. */
   int64_t NumBytes(const CheckpointLayout& layout, int64_t num_pages) const {
     if (!has_states(layout)) return num_pages * layout.PageBytes(layer);
-    uint64_t num_bytes = sizeof(float);
+    auto num_bytes = static_cast<uint64_t>(layout.layers[layer].state_item_bytes);
     for (int64_t extent : layout.StatesShape(layer, num_pages)) num_bytes *= extent;
     return static_cast<int64_t>(num_bytes);
   }

@@ -46,8 +46,11 @@ void DescribeRows(const LayerConfig& config, CheckpointLayout::Layer* layer) {
          << " key_dim=" << shape.key_dim << " value_dim=" << shape.value_dim
          << " decay=" << (shape.decays_by_channel ? "channel" : "head")
          << (shape.has_beta ? " beta" : "") << " checkpoint_tokens=" << shape.interval;
+    layer->state_dtype = ffi::DLDataTypeToString(shape.state_dtype);
+    if (layer->state_dtype != "float32") text << " state_dtype=" << layer->state_dtype;
     layer->interval = shape.interval;
     layer->state_shape = {shape.num_heads, shape.key_dim, shape.value_dim};
+    layer->state_item_bytes = ItemSize(shape.state_dtype);
   } else {
     text << "channels=" << config.qk_head_dim << " width=" << config.window;
   }
@@ -120,7 +123,7 @@ void PageGroups::CheckTensor(const char* name, const ffi::Tensor& tensor, int64_
   }
   const std::string dtype = ffi::DLDataTypeToString(tensor.dtype());
   const std::string expected_dtype =
-      group.has_states ? "float32" : layout_.layers[layer].GroupDtype();
+      group.has_states ? layout_.layers[layer].state_dtype : layout_.layers[layer].GroupDtype();
   if (dtype != expected_dtype) {
     Raise(kValueError, name, " must be ", expected_dtype, ", got ", dtype);
   }

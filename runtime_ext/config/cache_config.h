@@ -43,12 +43,17 @@ struct RecurrentShape {
   bool decays_by_channel;  // whether log_decay has a value for each key channel
   bool has_beta;
   int64_t interval;  // positions from one kept state to the next
+  DLDataType state_dtype;
 
+  /*! \brief Bytes of a state page: the states of all heads. */
+  int64_t state_bytes() const {
+    return num_heads * key_dim * value_dim * (state_dtype.bits / 8);
+  }
   bool operator==(const RecurrentShape& other) const {
     return num_heads == other.num_heads && num_key_heads == other.num_key_heads &&
            key_dim == other.key_dim && value_dim == other.value_dim &&
            decays_by_channel == other.decays_by_channel && has_beta == other.has_beta &&
-           interval == other.interval;
+           interval == other.interval && state_dtype == other.state_dtype;
   }
 };
 

@@ -126,17 +126,20 @@ LayerConfig ParseRecurrent(const NamedValues& map, const std::string& owner,
                            const std::string& dtype) {
   Fields fields(map, owner,
                 {"kind", "num_heads", "num_key_heads", "key_dim", "value_dim", "decays_by_channel",
-                 "has_beta", "row_width", "interval", "history_tokens", "kernel_set", "conv"});
+                 "has_beta", "row_width", "interval", "history_tokens", "kernel_set", "conv",
+                 "state_dtype"});
   LayerConfig layer = RowsLayer(LayerKind::kRecurrent, fields, "row_width", dtype);
   const int64_t interval = fields.Get<int64_t>("interval");
   CheckRange("interval", interval, 1, kInt32Max);
+  const auto state_dtype = fields.Find<std::string>("state_dtype").value_or("float32");
   layer.recurrent = RecurrentShape{fields.Get<int64_t>("num_heads"),
                                    fields.Get<int64_t>("num_key_heads"),
                                    fields.Get<int64_t>("key_dim"),
                                    fields.Get<int64_t>("value_dim"),
                                    fields.Get<bool>("decays_by_channel"),
                                    fields.Get<bool>("has_beta"),
-                                   interval};
+                                   interval,
+                                   ParseDtype("state_dtype", state_dtype)};
   layer.window = interval;
   if (auto conv = fields.Find<NamedValues>("conv")) {
     layer.conv.push_back(ParseConv(*conv, owner + "['conv']", dtype));

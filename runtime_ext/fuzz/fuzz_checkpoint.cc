@@ -50,6 +50,10 @@ CheckpointLayout DrawLayout(Bytes* bytes) {
     if (kind > 2) layer.details = "num_heads=2";
     if (kind < 4) continue;
     layer.state_shape = {2, 3, 4};
+    if (bytes->Between(0, 1)) {
+      layer.state_dtype = "bfloat16";
+      layer.state_item_bytes = 2;
+    }
     layer.interval = layer.window = layout.page_size << bytes->Between(0, 2);
   }
   return layout;

@@ -190,7 +190,9 @@ StringMap Inspector::DescribeRecurrent(const StoredLayer& layer) const {
           {"value_dim", shape.value_dim},
           {"has_channel_decay", shape.decays_by_channel},
           {"has_beta", shape.has_beta},
-          {"checkpoint_tokens", shape.interval}};
+          {"checkpoint_tokens", shape.interval},
+          {"state_dtype", ffi::DLDataTypeToString(shape.state_dtype)},
+          {"state_bytes", shape.state_bytes()}};
 }
 
 StringMap Inspector::Describe() const {

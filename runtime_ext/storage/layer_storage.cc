@@ -70,9 +70,8 @@ void LayerStorage::RequireMemory() const {
     num_bytes += num_pages * (kStateBytes + page_bytes * num_layers);
     if (!shape.recurrent) continue;
     const RecurrentShape& state = *shape.recurrent;
-    num_bytes += num_layers * static_cast<double>(ItemSize(kFloat32)) *
-                 static_cast<double>(config_.NumStates(state) * state.num_heads) *
-                 static_cast<double>(state.key_dim * state.value_dim);
+    num_bytes += num_layers * static_cast<double>(config_.NumStates(state)) *
+                 static_cast<double>(state.state_bytes());
   }
   RequireHostMemory(num_bytes);
 }
@@ -107,9 +106,7 @@ int64_t LayerStorage::PoolBytes(const LayerConfig& layer) const {
 
 int64_t LayerStorage::StatePoolBytes(const LayerConfig& layer) const {
   if (!layer.recurrent) return 0;
-  const RecurrentShape& shape = *layer.recurrent;
-  return Aligned(config_.NumStates(shape) * shape.num_heads * shape.key_dim * shape.value_dim *
-                 ItemSize(kFloat32));
+  return Aligned(config_.NumStates(*layer.recurrent) * layer.recurrent->state_bytes());
 }
 
 ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared_offset) const {
@@ -133,8 +130,8 @@ void LayerStorage::AllocateStates(StoredLayer* layer, int64_t shared_offset) con
   const ffi::Shape extents{config_.NumStates(shape), shape.num_heads, shape.key_dim,
                            shape.value_dim};
   layer->states = shared_pages_ == nullptr
-                      ? AllocateTensor(extents, kFloat32, config_.device, counter_)
-                      : TensorIn(shared_pages_, shared_offset, extents, kFloat32, counter_);
+                      ? AllocateTensor(extents, shape.state_dtype, config_.device, counter_)
+                      : TensorIn(shared_pages_, shared_offset, extents, shape.state_dtype, counter_);
 }
 
 int64_t LayerStorage::PartAt(int64_t layer_id, int64_t LayerParts::* part) const {

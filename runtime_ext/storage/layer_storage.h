@@ -36,7 +36,7 @@ struct StoredLayer {
   const KernelSet* kernels;
   SlotLayout layout;
   ffi::Tensor pages;   // see SlotLayout; uint8 [num_pages, page_bytes] of quantized ones
-  ffi::Tensor states;  // of a recurrent layer: float32 [num_states, heads, key_dim, value_dim]
+  ffi::Tensor states;  // of a recurrent layer: [num_states, heads, key_dim, value_dim]
   int32_t state_group = -1;
 };
 

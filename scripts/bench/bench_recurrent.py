@@ -5,6 +5,7 @@
     python scripts/bench/bench_recurrent.py
     TVM_NUM_THREADS=2 python scripts/bench/bench_recurrent.py --rule kda --heads 32 --dims 128 128
     python scripts/bench/bench_recurrent.py --torch   # beside what transformers runs on CPUs
+    python scripts/bench/bench_recurrent.py --ik-llama DIR   # beside ik_llama.cpp, of sources there
 
 Decode updates every state of a pool once. Its limit is a kernel that scales the pool in place; the
 two alternate. Prefill processes the tokens of one sequence. For each token and element of a state,
@@ -119,47 +120,6 @@ class Bench:
             f"{rate / 1e9:6.1f} GB/s, {rate / peak:4.0%} of reading and writing ({peak / 1e9:.1f})"
         )
 
-    def beside_torch(self, num_rows: int) -> None:
-        """Print times of the gated delta rule and of that in transformers; the two alternate.
-
-        Their states are float32 as well, and are as many. Repeated heads of K and Q, which a model
-        makes before, are given.
-        """
-        import torch
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
-
-        torch.set_num_threads(self.num_threads)
-        spec, states = self.spec, torch.from_numpy(self.array.reshape(self.states.shape))
-        calls = [(f"decode {n:3} sequences", n, 1, theirs.torch_recurrent_gated_delta_rule)
-                 for n in BATCHES]  # fmt: skip
-        calls.append(
-            (f"prefill {num_rows:5} tokens ", 1, num_rows, theirs.torch_chunk_gated_delta_rule)
-        )
-        for name, batch, rows, rule in calls:
-            dtype = getattr(torch, spec.dtype)
-            heads = batch, rows, spec.num_heads
-            q, k = (torch.randn(*heads, spec.key_dim, dtype=dtype) for _ in range(2))
-            v = torch.randn(*heads, spec.value_dim, dtype=dtype)
-            g, beta = -torch.rand(heads), torch.rand(heads)
-            first = range(0, self.num_states - batch + 1, batch) if rows == 1 else [0]
-            steps = [self.arguments(rows, list(range(i, i + batch))) for i in first]
-            times: tuple[list[float], list[float]] = [], []
-            for _ in range(ROUNDS):
-                start = time.perf_counter()
-                for step in steps:
-                    self.scan(*step)
-                times[0].append(time.perf_counter() - start)
-                start = time.perf_counter()
-                with torch.no_grad():
-                    for i in first:
-                        rule(q, k, v, g, beta, initial_state=states[i : i + batch],
-                             output_final_state=True, use_qk_l2norm_in_kernel=True)  # fmt: skip
-                times[1].append(time.perf_counter() - start)
-            ours, torchs = (min(each) / len(steps) for each in times)
-            print(
-                f"{name}  {ours * 1e6:9.1f} us, torch {torchs * 1e6:9.1f} us: {torchs / ours:.1f} x"
-            )
-
     def prefill(self, num_rows: int, peak: float, *, is_replay: bool = False) -> None:
         """Print the rate of a sequence of many tokens."""
         spec, call = self.spec, self.arguments(num_rows, [0])
@@ -190,6 +150,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--state-dtype", default=F32)
     parser.add_argument("--torch", action="store_true", help="of gated_delta: beside transformers")
+    parser.add_argument("--ik-llama", metavar="DIR", help="the same: beside that of ik_llama.cpp")
     options = parser.parse_args()
     num_threads = int(tvm.get_global_func("runtime.NumThreads")())
     spec = RecurrentSpec(
@@ -198,10 +159,12 @@ def main() -> None:
     )  # fmt: skip
     print(f"{spec}\n{num_threads} threads")
     bench, limits = Bench(spec, num_threads), Limits()
-    if options.torch:
+    if options.torch or options.ik_llama:
+        from recurrent_peers import beside
+
         if options.rule != "gated_delta":
-            parser.error("--torch is for --rule gated_delta")
-        bench.beside_torch(2048)
+            parser.error("--torch and --ik-llama are for --rule gated_delta")
+        beside(bench, BATCHES, 2048, ROUNDS, options.ik_llama)
         return
     for batch in BATCHES:
         bench.decode(batch)

@@ -21,18 +21,21 @@ from ..support.selections import with_slow
 
 @pytest.mark.parametrize("seed", with_slow(range(2), 1))
 @pytest.mark.parametrize(
-    ("dtype", "history"),
+    ("dtype", "states", "history"),
     [
-        ("float32", 16),
-        pytest.param("float32", None, marks=pytest.mark.slow),
-        pytest.param("bfloat16", None, marks=pytest.mark.slow),
+        ("float32", "float32", 16),
+        pytest.param("float32", "float32", None, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "float32", None, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "bfloat16", 16, marks=pytest.mark.slow),
+        pytest.param("float32", "float16", 16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_random_operations(dtype, history, seed):
+def test_random_operations(dtype, states, history, seed):
     """Some forks and pops reach back to what has been reclaimed, and are refused."""
     print(f"seed {seed}")
-    world = World(seed, dtype, checkpoint_tokens=8, history_tokens=history)
+    options = {"checkpoint_tokens": 8, "history_tokens": history, "state_dtype": states}
+    world = World(seed, dtype, **options)
     for _ in range(1000):
         world.do()
     print(world.counts)
@@ -44,9 +47,10 @@ def test_random_operations(dtype, history, seed):
     assert [group["num_layers"] for group in groups] == [1, 1, 1]
 
 
-def test_a_state_has_the_same_bits_however_its_tokens_came():
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "float16"])
+def test_a_state_has_the_same_bits_however_its_tokens_came(states):
     """Steps of other sizes, an aborted step, a fork, a pop and a prefix hit at odd positions."""
-    world = World(3, "bfloat16", checkpoint_tokens=8)
+    world = World(3, "bfloat16", checkpoint_tokens=8, state_dtype=states)
     cache, layer = world.cache, world.layers[1]
     tokens = world.tokens(45)
 
@@ -108,7 +112,8 @@ def test_a_step_without_the_layer_leaves_no_state(parents):
     assert np.abs(o - wanted).max() < 3e-5
 
 
-def test_states_come_back_from_disk(tmp_path):
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_states_come_back_from_disk(tmp_path, states):
     """A text is computed in one cache, and continued in another one that finds it on disk."""
     tiers = pkv.PrefixCacheConfig(
         host_bytes=1 << 20,
@@ -119,7 +124,7 @@ def test_states_come_back_from_disk(tmp_path):
     )
     outputs = []
     for is_first in (True, False):
-        world = World(5, "bfloat16", tiers, checkpoint_tokens=8)
+        world = World(5, "bfloat16", tiers, checkpoint_tokens=8, state_dtype=states)
         cache, tokens = world.cache, world.tokens(45)
         found = cache.add_sequence(0, tokens)
         assert found == (0 if is_first else 44)  # 11 pages, of which 40 tokens have a state behind

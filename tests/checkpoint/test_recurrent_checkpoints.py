@@ -14,6 +14,7 @@ import tvm_pagedkv as pkv
 
 from ..support.checkpoint_cases import call, export, restore
 from ..support.recurrent_world import Text, World, outputs
+from ..support.selections import with_slow
 
 POPPABLE = 16
 
@@ -56,9 +57,10 @@ def test_random_sequences_come_back_and_go_on(dtype, tmp_path):
     assert moved > 12
 
 
-def test_a_loaded_sequence_has_the_bits_of_the_original(tmp_path):
+@pytest.mark.parametrize("states", with_slow(["float32", "bfloat16", "float16"], "float16"))
+def test_a_loaded_sequence_has_the_bits_of_the_original(tmp_path, states):
     """Also behind forks and pops as far back as any sequence can pop."""
-    options = {"checkpoint_tokens": 16, "history_tokens": 16}
+    options = {"checkpoint_tokens": 16, "history_tokens": 16, "state_dtype": states}
     world = World(4, "bfloat16", **options)
     for seq_id, lengths in ((0, (43, 1, 1)), (2, (16, 1)), (3, (5,)), (5, ())):
         world.cache.add_sequence(seq_id)
@@ -142,6 +144,22 @@ def test_history_that_does_not_fit_is_left_out(tmp_path):
         each.cache.pop_n(0, 24)
     for ours, theirs in zip(outputs(world, {0: 3}, 1), outputs(small, {0: 3}, 1), strict=True):
         assert np.array_equal(ours, theirs)
+
+
+def test_states_of_another_type_are_refused(tmp_path):
+    """Neither way; the cache stays as it was."""
+    caches = [grown(20, state_dtype=dtype).cache for dtype in ("float32", "bfloat16", "float16")]
+    for i, cache in enumerate(caches):
+        cache.save(tmp_path / str(i), [0])
+    for i, cache in enumerate(caches):
+        cache.load(tmp_path / str(i), seq_ids={0: 1})
+        for j in {0, 1, 2} - {i}:
+            with pytest.raises(ValueError, match="another layout than the cache"):
+                cache.load(tmp_path / str(j), seq_ids={0: 2})
+            with pytest.raises(ValueError, match="another layout than the cache"):
+                cache.load(tmp_path / str(j), seq_ids={0: 2}, convert=True)
+        assert len(cache) == 2
+        cache.check_integrity()
 
 
 def test_page_groups_of_states_by_hand():

@@ -32,6 +32,8 @@ def config_of(*layers: pkv.LayerSpec, **changes: object) -> pkv.KVCacheConfig:
         ({"key_dim": 16.0}, TypeError, "recurrent.key_dim must be an integer, got 16.0"),
         ({"value_dim": -8}, ValueError, "recurrent.value_dim must be between 1 and 4096, got -8"),
         ({"checkpoint_tokens": 0}, ValueError, "recurrent.checkpoint_tokens must be between 1 and"),
+        ({"state_dtype": "int8"}, ValueError, "recurrent.state_dtype must be one of float32, floa"),
+        ({"state_dtype": None}, ValueError, "recurrent.state_dtype must be one of float32, float"),
     ],
 )
 def test_refused_states(changes, error, message):
@@ -97,7 +99,9 @@ def test_resolved_layers_keep_their_state_and_no_kv():
 
 
 def test_a_bundle_says_it_in_json():
-    config = config_of(RECURRENT, pkv.LayerSpec("conv", conv=pkv.ConvConfig(64, 3, has_bias=True)))
+    states = pkv.LayerSpec("recurrent", recurrent=replace(STATE, state_dtype="bfloat16"))
+    conv = pkv.LayerSpec("conv", conv=pkv.ConvConfig(64, 3, has_bias=True))
+    config = config_of(RECURRENT, conv, states)
     assert read_config(describe_config(config)) == config
     described = describe_config(config)
     described["layers"][0]["recurrent"]["heads"] = 3
@@ -113,6 +117,9 @@ def test_checkpoints_are_as_far_apart_as_ingredients_have_the_bytes_of_the_state
     assert large.interval("bfloat16", page_size=16) == 512
     assert large.interval("bfloat16", page_size=256) == 512
     assert replace(large, checkpoint_tokens=64).interval("bfloat16", page_size=16) == 64
+    narrow = replace(large, state_dtype="bfloat16")
+    assert narrow.state_bytes == 1 << 20
+    assert narrow.interval("bfloat16", page_size=16) == 256
 
 
 @pytest.mark.parametrize("rule", RECURRENT_RULES)

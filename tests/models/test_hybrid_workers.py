@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import ParallelModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
     PAGE_SIZE,
@@ -65,6 +65,22 @@ def test_workers_have_the_states_of_their_layers_and_heads(name, tmp_path):
             assert np.abs(got - wanted).max() < 0.1 * np.abs(wanted).max()
         else:
             assert_close(got, wanted)
+
+
+@pytest.mark.slow
+def test_workers_round_states_as_one_does(tmp_path):
+    """Products of a shard are sums of another order, and a number may be rounded the other way."""
+    write_checkpoint(tmp_path, "qwen3_5_text", FAMILIES["qwen3_5_text"])
+    (tokens,) = random_tokens(5, 20)
+    options, found = {"page_size": PAGE_SIZE, "state_dtype": "bfloat16"}, []
+    one = DecoderModel.from_pretrained(tmp_path, "float32", **options)
+    two = ParallelModel.from_pretrained(tmp_path, "float32", num_shards=2, threads=True, **options)
+    with two:
+        for model in (one, two):
+            cache = model.create_cache(2, 64, 64)
+            cache.add_sequence(0)
+            found.append(model.logits(cache, [0], [tokens])[0])
+    assert np.abs(found[0] - found[1]).max() < 0.02 * np.abs(found[0]).max()
 
 
 if __name__ == "__main__":

@@ -52,9 +52,12 @@ def same_future(source: World, target: World, seq_id: int, length: int) -> None:
         each.cache.check_integrity()
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 64, 67])
-def test_a_prompt_arrives_as_it_is_computed(length):
-    source, target = worlds()
+@pytest.mark.parametrize(
+    ("length", "states"),
+    [*((n, "float32") for n in (1, 15, 16, 17, 31, 32, 33, 64, 67)), (67, "bfloat16")],
+)
+def test_a_prompt_arrives_as_it_is_computed(length, states):
+    source, target = worlds(state_dtype=states)
     sender, receiver = connect(source.cache, target.cache)
     source.cache.add_sequence(7)
     target.cache.add_sequence(7)
@@ -69,6 +72,13 @@ def test_a_prompt_arrives_as_it_is_computed(length):
     for each in (source, target):
         assert each.cache.stats()["num_pinned_pages"] == 0
     same_future(source, target, 7, length)
+
+
+def test_states_of_another_type_are_refused():
+    """Before anything is sent."""
+    source, target = worlds()[0], World(4, "bfloat16", **OPTIONS, state_dtype="bfloat16")
+    with pytest.raises(ValueError, match="state_dtype: float32 here, bfloat16 there|differ"):
+        connect(source.cache, target.cache)
 
 
 @pytest.mark.parametrize(

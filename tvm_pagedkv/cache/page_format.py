@@ -36,8 +36,8 @@ def page_groups(cache: CacheInspection) -> list[dict[str, Any]]:
     for x in layers:
         if x["kind"] == "recurrent":
             pool, name = num_groups + x["state_group"], f"states.{x['page_group']}"
-            page_bytes = 4 * x["num_heads"] * x["key_dim"] * x["value_dim"]
-            states = {"name": name, "pool": pool, "has_states": True, "page_bytes": page_bytes}
+            states = {"name": name, "pool": pool, "has_states": True}
+            states["page_bytes"] = x["state_bytes"]
             groups.append({**x, **states, "sections": []})
     return groups
 
@@ -131,7 +131,8 @@ class PageFormat:
         """
         info, page_size = page_groups(cache)[index], cache.description["page_size"]
         if info["has_states"]:
-            return cls("float32", (info["num_heads"], info["key_dim"]), *[info["value_dim"]] * 2)
+            rows, width = (info["num_heads"], info["key_dim"]), info["value_dim"]
+            return cls(info["state_dtype"], rows, width, width)
         if "row_width" in info:
             if kv_dtype not in (None, info["kv_dtype"]):
                 raise ValueError(

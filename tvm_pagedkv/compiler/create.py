@@ -163,6 +163,7 @@ def _layer_map(
             "row_width": recurrent.row_bytes(config.dtype) // ITEMSIZE[config.dtype],
             "interval": config.interval_of(layer),
             "history_tokens": recurrent.history_tokens,
+            "state_dtype": recurrent.state_dtype,
             "kernel_set": kernel_set,
             **({"conv": conv} if conv else {}),
         }

@@ -26,6 +26,7 @@ def recurrent_spec(
         dtype=config.dtype,
         page_size=config.page_size,
         target=vector_target(target),
+        state_dtype=recurrent.state_dtype,
     )
 
 

@@ -78,6 +78,7 @@ class Batch:
             model.expert_bytes,
             options.budgets,
             options.page_size,
+            options.state_dtype,
         )
         self.statistics = Statistics(page_size=budget.page_size)
         self.running: list[Continuation] = []

@@ -11,7 +11,7 @@ import tvm
 
 from ..cache import KVCache, open_prefix_cache
 from ..compiler import build_libraries, config_map, load_libraries
-from ..config import KVCacheConfig, PrefixCacheConfig, RopeConfig
+from ..config import KVCacheConfig, LayerSpec, PrefixCacheConfig, RopeConfig
 from .config import DecoderConfig
 from .mixers import share_of
 from .options import BuildOptions
@@ -74,6 +74,16 @@ def compile_kernels(
     _libraries(config, options, progress)
 
 
+def _with_types(layer: LayerSpec, options: BuildOptions) -> LayerSpec:
+    """Return a layer whose index keys or states are of the types of the options."""
+    if layer.kind == "index":
+        return replace(layer, kv_dtype=options.dtype)
+    if layer.recurrent is not None:
+        states = replace(layer.recurrent, state_dtype=options.state_dtype)
+        return replace(layer, recurrent=states)
+    return layer
+
+
 def _in_mode(rope: RopeConfig, mode: str) -> RopeConfig:
     return rope if rope.mode == "none" else replace(rope, mode=mode)
 
@@ -119,9 +129,7 @@ def cache_config(
     ropes = [_in_mode(layer.rope or RopeConfig(), mode) for layer in config.layers]
     shares = [share_of(each, options.num_shards) for each in config.layers]
     layers = [replace(each, rope=rope) for each, rope in zip(shares, ropes, strict=True)]
-    layers = [
-        replace(each, kv_dtype=options.dtype) if each.kind == "index" else each for each in layers
-    ]
+    layers = [_with_types(each, options) for each in layers]
     for index, _ in options.budgets:
         at = index * config.layers_per_block
         layers[at] = replace(layers[at], page_bounds=True)

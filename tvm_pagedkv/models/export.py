@@ -25,6 +25,7 @@ def export_model(
     *,
     page_size: int = 16,
     kv_dtype: str | None = None,
+    state_dtype: str = "float32",
     weights: str = "auto",
     target: str | None = None,
     progress: Callable[[str], None] | None = None,
@@ -38,7 +39,7 @@ def export_model(
 
     Parameters
     ----------
-    model, dtype, page_size, kv_dtype, weights
+    model, dtype, page_size, kv_dtype, state_dtype, weights
         As `DecoderModel.from_pretrained` takes them.
     path : str or Path
         A folder that does not exist, or is empty.
@@ -67,6 +68,7 @@ def export_model(
         dtype,
         page_size=page_size,
         kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
         weights=weights,
         target=target,
         progress=progress,

@@ -28,7 +28,7 @@ from .caches import Caches, cache_config, compile_kernels
 from .config import DecoderConfig
 from .decoder import build_module
 from .default_dtype import default_dtype
-from .options import BuildOptions, layer_budgets
+from .options import BuildOptions, check_states, layer_budgets
 from .source import ModelSource, open_model
 from .tokens import check_batch, check_tokens
 from .weight_choice import check_weights, with_formats
@@ -89,6 +89,7 @@ class DecoderModel:
         kv_dtype: str | None = None,
         weights: str = "auto",
         attention_budget: int | None = None,
+        state_dtype: str = "float32",
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
@@ -120,6 +121,8 @@ class DecoderModel:
             The positions that each KV head attends to in a decode step, at least two pages, in
             layers that keep K and V of all positions: those of the pages with the largest bounds on
             ``q . k``. Prefill attends to everything. None: so does decode.
+        state_dtype : {"float32", "float16", "bfloat16"}
+            Type of the states of recurrent layers, as for `RecurrentConfig`.
         target : str or tvm.target.Target, optional
             A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional
@@ -135,7 +138,7 @@ class DecoderModel:
             If the model or one of its files is missing.
         ValueError
             If the architecture is unknown, or a tensor is missing or has the wrong shape, or if a
-            budget is too small, or the model has no layer for it.
+            budget is too small, or the model has no layer for it, or for a `state_dtype`.
         RuntimeError
             If compiling or linking fails.
         """
@@ -147,8 +150,10 @@ class DecoderModel:
             resolve_target(target),
             sliding_window,
             kv_dtype=kv_dtype,
+            state_dtype=state_dtype,
             budgets=layer_budgets(config, attention_budget, page_size),
         )
+        check_states(config, state_dtype)
         check_cache(source, config, options)
         tensors = source.tensors()
         options = with_formats(options, config, tensors, weights)
@@ -354,5 +359,9 @@ def executable_file(
 
     compile_kernels(config, options, progress)
     versions = code_versions(*_SOURCES)
-    key = [repr(config.without_cache()), repr(replace(options, kv_dtype=None)), *versions]
+    key = [
+        repr(config.without_cache()),
+        repr(replace(options, kv_dtype=None, state_dtype="float32")),
+        *versions,
+    ]
     return library_file(key, compile_model)

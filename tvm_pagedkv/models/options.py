@@ -10,8 +10,9 @@ from tvm.target import Target
 
 from tir_kernels.spec import VectorTarget
 
-from .._checks import check_int
+from .._checks import check_choice, check_int
 from ..compiler import vector_target
+from ..config import DTYPES
 from .config import DecoderConfig
 from .weight_formats import FORMATS, WeightFormat
 
@@ -28,6 +29,7 @@ class BuildOptions:
     layer_indptr: tuple[int, ...] = ()  # of pipeline stages, as `KVCacheConfig` has it; (): one
     stage: int = 0
     kv_dtype: str | None = None  # of the pages of its caches; None: dtype
+    state_dtype: str = "float32"  # of the states of recurrent layers
     # Layers whose decode steps attend within a budget of positions, and this budget.
     budgets: tuple[tuple[int, int], ...] = ()
     formats: tuple[tuple[str, str], ...] = ()  # name of each quantized weight, and its format
@@ -45,9 +47,10 @@ class BuildOptions:
     @property
     def precision(self) -> str:
         """Return a name for what K and V depend on besides the model: types and budgets."""
-        if not self.formats and not self.budgets:
+        state_dtype = self.state_dtype if self.state_dtype != "float32" else ""
+        if not self.formats and not self.budgets and not state_dtype:
             return self.dtype
-        others = repr(self.formats) + (repr(self.budgets) if self.budgets else "")
+        others = repr(self.formats) + (repr(self.budgets) if self.budgets else "") + state_dtype
         return f"{self.dtype} {hashlib.sha256(others.encode()).hexdigest()[:16]}"
 
     def layers_of(self, config: DecoderConfig) -> range:
@@ -64,6 +67,16 @@ class BuildOptions:
     def is_last(self) -> bool:
         """Whether the stage computes logits."""
         return self.stage + 2 >= len(self.layer_indptr)
+
+
+def check_states(config: DecoderConfig, state_dtype: str) -> None:
+    """Raise a ValueError where a model has no states that could be of this type, or none at all."""
+    check_choice("state_dtype", state_dtype, DTYPES)
+    if state_dtype != "float32" and all(layer.recurrent is None for layer in config.layers):
+        raise ValueError(
+            f"state_dtype {state_dtype!r} is for models with recurrent layers, and this one has "
+            "none; kv_dtype is the type of K and V"
+        )
 
 
 def layer_budgets(

@@ -24,7 +24,7 @@ from .config import DecoderConfig
 from .default_dtype import default_dtype
 from .mixers import check_share
 from .model import check_cache, executable_file, load_tokenizer, read_model
-from .options import BuildOptions
+from .options import BuildOptions, check_states
 from .parallel_cache import ParallelCache
 from .parallel_workers import Workers
 from .tokens import check_batch, check_tokens
@@ -143,6 +143,7 @@ class ParallelModel:
         page_size: int = 16,
         sliding_window: bool = False,
         kv_dtype: str | None = None,
+        state_dtype: str = "float32",
         weights: str = "auto",
         threads: bool = False,
         progress: Callable[[str], None] | None = None,
@@ -151,7 +152,7 @@ class ParallelModel:
 
         Parameters
         ----------
-        model, dtype, page_size, sliding_window, kv_dtype, weights, progress
+        model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, progress
             As for `DecoderModel.from_pretrained`.
         num_shards : int
             Number of workers per layer: a divisor of its heads, KV heads and MLP features.
@@ -173,6 +174,7 @@ class ParallelModel:
         source, config = read_model(model, dtype)
         dtype = dtype or default_dtype(config, vector_target())
         check_shards(config, num_shards)
+        check_states(config, state_dtype)
         if config.longest_text is not None:
             raise ValueError(
                 "several workers do not run models with a dynamic rotation, as that in "
@@ -194,6 +196,7 @@ class ParallelModel:
                 layer_indptr=indptr,
                 stage=stage,
                 kv_dtype=kv_dtype,
+                state_dtype=state_dtype,
             )
             for stage in range(num_stages)
         ]
@@ -214,6 +217,7 @@ class ParallelModel:
             "page_size": page_size,
             "sliding_window": sliding_window,
             "kv_dtype": kv_dtype,
+            "state_dtype": state_dtype,
             "weights": weights,
             "num_shards": num_shards,
             "layer_indptr": indptr,

@@ -36,7 +36,7 @@ class ModelWorker:
     Parameters
     ----------
     worker : Worker
-    model, dtype, page_size, sliding_window, kv_dtype, weights, num_shards, layer_indptr
+    model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, num_shards, layer_indptr
         As of `ParallelModel`.
     """
 
@@ -48,6 +48,7 @@ class ModelWorker:
         page_size: int,
         sliding_window: bool,
         kv_dtype: str | None,
+        state_dtype: str,
         weights: str,
         num_shards: int,
         layer_indptr: Sequence[int],
@@ -63,6 +64,7 @@ class ModelWorker:
             layer_indptr=tuple(layer_indptr),
             stage=worker.group,
             kv_dtype=kv_dtype,
+            state_dtype=state_dtype,
         )
         tensors = source.tensors()
         self.options = with_formats(options, self.config, tensors, weights)

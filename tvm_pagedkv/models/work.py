@@ -10,7 +10,7 @@ import numpy as np
 from tir_kernels.codec import Codec, CodecPair
 
 from .._codecs import codec_of
-from ..config import ATTENTION_KINDS, LayerSpec
+from ..config import ATTENTION_KINDS, ITEMSIZE, LayerSpec
 from .config import DecoderConfig
 from .weights import weights
 
@@ -33,6 +33,8 @@ class Work:
         Layers of the model whose decode steps attend within a budget, and this budget.
     page_size : int
         Positions of a page, of which such a layer reads the bounds.
+    state_dtype : str
+        Type of the states of recurrent layers.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Work:
         expert_bytes: int | None = None,
         budgets: Iterable[tuple[int, int]] = (),
         page_size: int = 16,
+        state_dtype: str = "float32",
     ):
         c, self.experts = config, config.experts
         sources = [dict(c.shared_kv).get(i, i) for i in range(len(c.layers))]
@@ -71,6 +74,7 @@ class Work:
             + round(self.expert_weights * self._share_of_experts(1))
         )
         self.state_numbers = sum(x.num_heads * x.key_dim * x.value_dim for x in states)
+        self.state_bytes = self.state_numbers * ITEMSIZE[state_dtype]
         self.head_weights = c.vocab_size * c.hidden_size
         numbers = self.layer_weights + self.head_weights
         self.weight_bytes = numbers * itemsize if weight_bytes is None else weight_bytes
@@ -114,7 +118,7 @@ class Work:
     def num_bytes(self, positions: int, lengths: Sequence[int]) -> int:
         """Return the bytes that a step with one row per sequence moves.
 
-        Weights, K and V are read; states of float32 are read and written. Of experts as many are
+        Weights, K and V are read; states are read and written. Of experts as many are
         counted as rows can choose at most.
 
         Parameters
@@ -132,7 +136,7 @@ class Work:
             )
         )
         kv_bytes += round(self.bounds_bytes * positions)
-        state_bytes = 2 * 4 * self.state_numbers * len(lengths)
+        state_bytes = 2 * self.state_bytes * len(lengths)
         weight_bytes = self.weight_bytes - self.expert_bytes
         weight_bytes += int(self.expert_bytes * self._share_of_experts(len(lengths)))
         return weight_bytes + kv_bytes + self.index_bytes * positions + state_bytes

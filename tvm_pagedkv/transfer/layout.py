@@ -33,6 +33,7 @@ _RECURRENT_FIELDS = (
     "has_channel_decay",
     "has_beta",
     "checkpoint_tokens",
+    "state_dtype",
 )
 
 

@@ -46,9 +46,7 @@ struct RecurrentShape {
   DLDataType state_dtype;
 
   /*! \brief Bytes of a state page: the states of all heads. */
-  int64_t state_bytes() const {
-    return num_heads * key_dim * value_dim * (state_dtype.bits / 8);
-  }
+  int64_t state_bytes() const { return num_heads * key_dim * value_dim * (state_dtype.bits / 8); }
   bool operator==(const RecurrentShape& other) const {
     return num_heads == other.num_heads && num_key_heads == other.num_key_heads &&
            key_dim == other.key_dim && value_dim == other.value_dim &&

@@ -124,10 +124,10 @@ LayerConfig ParseConv(const NamedValues& map, const std::string& owner, const st
 
 LayerConfig ParseRecurrent(const NamedValues& map, const std::string& owner,
                            const std::string& dtype) {
-  Fields fields(map, owner,
-                {"kind", "num_heads", "num_key_heads", "key_dim", "value_dim", "decays_by_channel",
-                 "has_beta", "row_width", "interval", "history_tokens", "kernel_set", "conv",
-                 "state_dtype"});
+  Fields fields(
+      map, owner,
+      {"kind", "num_heads", "num_key_heads", "key_dim", "value_dim", "decays_by_channel",
+       "has_beta", "row_width", "interval", "history_tokens", "kernel_set", "conv", "state_dtype"});
   LayerConfig layer = RowsLayer(LayerKind::kRecurrent, fields, "row_width", dtype);
   const int64_t interval = fields.Get<int64_t>("interval");
   CheckRange("interval", interval, 1, kInt32Max);

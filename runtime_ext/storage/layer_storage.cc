@@ -129,9 +129,10 @@ void LayerStorage::AllocateStates(StoredLayer* layer, int64_t shared_offset) con
   const RecurrentShape& shape = *layer->config.recurrent;
   const ffi::Shape extents{config_.NumStates(shape), shape.num_heads, shape.key_dim,
                            shape.value_dim};
-  layer->states = shared_pages_ == nullptr
-                      ? AllocateTensor(extents, shape.state_dtype, config_.device, counter_)
-                      : TensorIn(shared_pages_, shared_offset, extents, shape.state_dtype, counter_);
+  layer->states =
+      shared_pages_ == nullptr
+          ? AllocateTensor(extents, shape.state_dtype, config_.device, counter_)
+          : TensorIn(shared_pages_, shared_offset, extents, shape.state_dtype, counter_);
 }
 
 int64_t LayerStorage::PartAt(int64_t layer_id, int64_t LayerParts::* part) const {

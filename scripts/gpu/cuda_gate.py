@@ -112,6 +112,9 @@ CONFIGURATIONS = {
 GPU = CudaTarget()
 RECURRENT = {
     "gated-delta-bfloat16": RecurrentSpec("gated_delta", 32, 16, 128, 128, "bfloat16", target=GPU),
+    "gated-delta-16-bit": RecurrentSpec(
+        "gated_delta", 32, 16, 128, 128, "bfloat16", target=GPU, state_dtype="bfloat16"
+    ),
     "kda-bfloat16": RecurrentSpec("kda", 32, 32, 128, 128, "bfloat16", target=GPU),
     "kda-float32": RecurrentSpec("kda", 32, 32, 128, 128, "float32", target=GPU),
     "mamba2-float16": RecurrentSpec("mamba2", 48, 1, 128, 64, "float16", target=GPU),

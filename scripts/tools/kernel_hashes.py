@@ -174,6 +174,9 @@ CUDA_SPECS = {
 }
 RECURRENT_SPECS = {
     "gated-delta": RecurrentSpec("gated_delta", 4, 2, 128, 128, BF16, target=AVX512_BF16),
+    "gated-delta-16-bit": RecurrentSpec(
+        "gated_delta", 4, 2, 128, 128, BF16, target=AVX512_BF16, state_dtype=BF16
+    ),
     "kda-avx2": RecurrentSpec("kda", 6, 1, 7, 20, F16, 1, AVX2),
     "mamba2-neon": RecurrentSpec("mamba2", 3, 3, 24, 8, F32, 4, NEON),
     "conv": ConvSpec(1040, 4, BF16, "silu", target=AVX512_BF16),

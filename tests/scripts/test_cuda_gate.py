@@ -28,6 +28,7 @@ GATED = {
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), ("mla_prefill",)),
     "kda-float32": (("80",), ("recurrent_append", "recurrent_scan")),
+    "gated-delta-16-bit": (("80",), ("recurrent_scan",)),
     "conv-silu-bfloat16": (("90",), None),
 }
 MORE_GATED = {

@@ -131,8 +131,8 @@ class PageFormat:
         """
         info, page_size = page_groups(cache)[index], cache.description["page_size"]
         if info["has_states"]:
-            rows, width = (info["num_heads"], info["key_dim"]), info["value_dim"]
-            return cls(info["state_dtype"], rows, width, width)
+            state_shape, width = (info["num_heads"], info["key_dim"]), info["value_dim"]
+            return cls(info["state_dtype"], state_shape, width, width)
         if "row_width" in info:
             if kv_dtype not in (None, info["kv_dtype"]):
                 raise ValueError(

@@ -36,7 +36,8 @@ class ModelWorker:
     Parameters
     ----------
     worker : Worker
-    model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, num_shards, layer_indptr
+    model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights
+    num_shards, layer_indptr
         As of `ParallelModel`.
     """
 

@@ -44,8 +44,8 @@ def recurrent_scan(spec: RecurrentSpec):
 
     Arguments: q ``[T, num_key_heads, key_dim]``, pages ``[P, page_size, row_width]``, states of
     `state_dtype` ``[P', num_heads, key_dim, value_dim]``, segment_indptr int32 ``[B + 1]``,
-    row_indptr int32 ``[S + 1]``, slots and rows int32 ``[N]``, read_pages and write_pages int32 ``[S]``, o
-    ``[T, num_heads, value_dim]``, scale: float32, the factor on q.
+    row_indptr int32 ``[S + 1]``, slots and rows int32 ``[N]``, read_pages and write_pages int32
+    ``[S]``, o ``[T, num_heads, value_dim]``, scale: float32, the factor on q.
 
     Returns
     -------

@@ -4,8 +4,8 @@
 The engine is built from a clone with its submodules (tvm, xgrammar and tokenizers-cpp) against the
 installed apache-tvm; Hugging Face's tokenizers stand in for those in Rust. It serves the included
 model: batches with prefill in chunks, its prefix cache, continuations, aborts, drafts and trees of
-drafts of a second model, and prefill in one engine with decode in another. Every answer is compared
-with transformers.
+drafts of a second model, and prefill in one engine with decode in another. It also serves a random
+hybrid, Qwen3.5. Every answer is compared with transformers.
 
     python scripts/tools/try_mlc_engine.py PATH_TO_CLONE_OF_MLC_LLM
     python scripts/tools/try_mlc_engine.py PATH_TO_CLONE_OF_MLC_LLM drafts --folder DIR
@@ -74,7 +74,7 @@ def _run(clone: Path, folder: Path, kind: str, names: list[str]) -> None:
 
     load_library()
     with (ours if kind == "ours" else stock)():
-        scenarios = Scenarios(_opener(folder, kind), _continuation(), _SEED)
+        scenarios = Scenarios(_opener(folder, kind), _continuation(folder), _SEED)
         for name in names or NAMES:
             try:
                 result = getattr(scenarios, name)()
@@ -88,7 +88,14 @@ def _run(clone: Path, folder: Path, kind: str, names: list[str]) -> None:
 def _opener(folder: Path, kind: str) -> Callable[..., Any]:
     """Return the function that starts engines, with models that it prepares when first needed."""
     from mlc_engine.engine import Engine
-    from mlc_engine.models import CHECKPOINT, compiled, disturbed_copy, prepare
+    from mlc_engine.models import (
+        CHECKPOINT,
+        HYBRID,
+        compiled,
+        disturbed_copy,
+        prepare,
+        random_hybrid,
+    )
 
     @functools.cache
     def prepared(is_draft: bool) -> Path:
@@ -96,7 +103,14 @@ def _opener(folder: Path, kind: str) -> Callable[..., Any]:
             return prepare(disturbed_copy(folder / "disturbed", _SEED), folder / "draft")
         return prepare(CHECKPOINT, folder / "model")
 
-    def open_engine(drafts: bool = False, disaggregation: bool = False, **settings: Any) -> Engine:
+    def open_engine(
+        drafts: bool = False, disaggregation: bool = False, hybrid: bool = False, **settings: Any
+    ) -> Engine:
+        if hybrid:
+            random_hybrid(folder / "random", _SEED)
+            model = prepare(folder / "random", folder / "hybrid", HYBRID)
+            return Engine([(model, compiled(model, folder / f"{kind}-hybrid.so", name=HYBRID))],
+                          **settings)  # fmt: skip
         suffix = "-disaggregation" if disaggregation else ""
         library = compiled(prepared(False), folder / f"{kind}{suffix}.so", disaggregation)
         folders = [prepared(False), prepared(True)] if drafts else [prepared(False)]
@@ -105,17 +119,19 @@ def _opener(folder: Path, kind: str) -> Callable[..., Any]:
     return open_engine
 
 
-def _continuation() -> Callable[[list[int], int], list[int]]:
+def _continuation(folder: Path) -> Callable[..., list[int]]:
     """Return transformers' continuation of a prompt, which remembers what was asked before."""
-    from mlc_engine.models import Reference
-
-    reference = Reference()
+    from mlc_engine.models import Reference, random_hybrid
 
     @functools.cache
-    def continuation(prompt: tuple[int, ...], count: int) -> list[int]:
-        return reference.continuation([*prompt], count)
+    def reference(hybrid: bool) -> Reference:
+        return Reference(random_hybrid(folder / "random", _SEED) if hybrid else None)
 
-    return lambda prompt, count: continuation(tuple(prompt), count)
+    @functools.cache
+    def continuation(prompt: tuple[int, ...], count: int, hybrid: bool) -> list[int]:
+        return reference(hybrid).continuation([*prompt], count)
+
+    return lambda prompt, count, hybrid=False: continuation(tuple(prompt), count, hybrid)
 
 
 if __name__ == "__main__":

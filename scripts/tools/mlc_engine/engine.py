@@ -102,6 +102,10 @@ class Engine:
             self._engine.step()
         return self._tokens[name]
 
+    def count(self, name: str) -> int:
+        """How many tokens a request has, in its shortest continuation."""
+        return min(map(len, self._tokens[name]))
+
     def wait_for_extra(self, name: str) -> dict[str, Any]:
         """Take steps until a request reports something besides tokens, and return that."""
         while name not in self._extra:

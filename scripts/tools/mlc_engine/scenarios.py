@@ -23,16 +23,17 @@ class Scenarios:
     Parameters
     ----------
     open_engine : callable
-        ``open_engine(drafts=False, disaggregation=False, **settings)`` starts an engine.
+        ``open_engine(drafts=False, disaggregation=False, hybrid=False, **settings)`` starts an
+        engine.
     continuation : callable
-        ``continuation(tokens, count)`` is what transformers generates.
+        ``continuation(tokens, count, hybrid=False)`` is what transformers generates.
     seed : int
     """
 
     def __init__(
         self,
         open_engine: Callable[..., Engine],
-        continuation: Callable[[list[int], int], list[int]],
+        continuation: Callable[..., list[int]],
         seed: int,
     ):
         self._open, self._continuation = open_engine, continuation
@@ -114,6 +115,24 @@ class Scenarios:
             self._compare(prompt, decode.finish(name))
         return {"rows sent": sum(sent)}
 
+    def hybrid(self) -> dict[str, Any]:
+        """Sequences of a model with a cache and a recurrent state, which decode together.
+
+        Each prompt is prefilled by itself: mlc-llm's hybrids take the rows of a prefill for one
+        sequence, and its engine does not know that.
+        """
+        engine = self._open(hybrid=True, prefix_cache_mode="disable", prefill_mode="chunked")
+        for lengths in ((9, 3, 40, 3), (100, 3, 9, 65), (64, 1, 17, 130)):
+            prompts = [self._prompt(length) for length in lengths]
+            names = []
+            for prompt in prompts:
+                names.append(engine.start(prompt, COUNT))
+                while engine.count(names[-1]) == 0:
+                    engine.step()
+            for name, prompt in zip(names, prompts, strict=True):
+                self._compare(prompt, engine.finish(name), hybrid=True)
+        return _tokens(engine)
+
     def _prompt(self, length: int) -> list[int]:
         """Bytes of text from a random position on, which are the model's tokens."""
         start = self._random.randrange(len(_TEXT) - length)
@@ -124,8 +143,8 @@ class Scenarios:
         for prompt, texts in zip(prompts, answers, strict=True):
             self._compare(prompt, texts)
 
-    def _compare(self, prompt: list[int], answers: list[list[int]]) -> None:
-        wanted = self._continuation(prompt, COUNT)
+    def _compare(self, prompt: list[int], answers: list[list[int]], hybrid: bool = False) -> None:
+        wanted = self._continuation(prompt, COUNT, hybrid)
         for answer in answers:  # drafts may go on for some tokens
             assert answer[:COUNT] == wanted, f"{len(prompt)} tokens: {answer} instead of {wanted}"
 
@@ -137,6 +156,7 @@ NAMES = (
     "abort",
     "drafts",
     "disaggregation",
+    "hybrid",
 )
 
 

@@ -151,13 +151,18 @@ def test_rotated_and_quantized_rows(kv_dtype):
 
 
 def test_received_rows_have_bounds():
-    """Rows that come in place of others, into a page that had bounds."""
+    """Rows that come in place of others, into a full page whose bounds later steps have used."""
     world, other = World(0), World(1)
     for each in (world, other):
         each.cache.add_sequence(0)
         each.step([0], [43])
-        each.step([0], [1])
-    world.cache.pop_n(0, 3)
+    for _ in range(3):
+        world.step([0], [1])
+    other.step([0], [1])
+    rows = [other.normal(2, 3, KV_HEADS, DIM).astype("float32") for _ in range(2)]
+    rows[0] *= 20  # larger keys than all others: their page must be chosen
+    other.cache.debug_set_kv(0, 41, *rows)
+    world.cache.pop_n(0, 5)
     sending, receiving = local_channels()
     with Sender(other.cache, sending) as sender, Receiver(world.cache, receiving) as receiver:
         ticket = receiver.request(0, length=3)

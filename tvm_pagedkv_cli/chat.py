@@ -204,7 +204,10 @@ class _Chat:
             answer.close()
         finally:
             self.screen.end()
-        reason = self.conversation.last_turn.finish_reason
+        turn = self.conversation.last_turn
+        reason = turn.finish_reason
+        if turn.thought and not self.conversation.messages[-1]["content"]:
+            self.screen.note("the model was still thinking when its answer ended")
         if reason == "context":
             self.screen.note("the context is full; /trim drops the oldest turn, /reset all")
         elif reason == "interrupted":

@@ -118,6 +118,7 @@ def run(options: argparse.Namespace) -> None:
             Window,
             generate,
         )
+        from tvm_pagedkv.generation.answer_parts import said
     except ModuleNotFoundError as error:
         raise missing(error, "demo") from None
     from tvm_pagedkv.cache import PageMap
@@ -154,6 +155,8 @@ def run(options: argparse.Namespace) -> None:
         on_peak_usage=keep_page_map if picture else None,
         prefix_cache=prefix_cache_of(options),
     )
+    if options.chat:
+        events = said(events, model.tokenizer)
     with Progress() as progress, display_of(shown, params.n) as display:
         for event in events:
             progress.stop()

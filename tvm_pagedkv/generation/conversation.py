@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ..config import PrefixCacheConfig
 from ..models import DecoderModel, encode_chat
+from .answer_parts import AnswerParts
 from .engine import Run
 from .events import FinishedEvent, Statistics, TextEvent
 from .parameters import SamplingParams
@@ -34,11 +35,14 @@ class Turn:
         Why the answer ended: "length" is the limit of an answer, "context" that of the
         conversation, and "interrupted" means that the caller or an error stopped it.
     statistics : Statistics
+    thought : str
+        What the model wrote before the answer, where it tells both apart, as GPT-OSS does.
     """
 
     first_token_seconds: float = 0.0
     finish_reason: str = "interrupted"
     statistics: Statistics = field(default_factory=Statistics)
+    thought: str = ""
 
 
 class Conversation:
@@ -68,7 +72,8 @@ class Conversation:
     Attributes
     ----------
     messages : list of dict
-        "role" and "content" of every message, without the system message.
+        "role" and "content" of every message, without the system message; of answers with a
+        thought also "thinking".
     tokens : list of int
         The tokens of the text so far, as the model has read and written them.
     last_turn : Turn
@@ -140,7 +145,7 @@ class Conversation:
         Yields
         ------
         str
-            The answer in pieces.
+            The answer in pieces. What the model thinks before is in `last_turn` at the end.
 
         Raises
         ------
@@ -166,7 +171,7 @@ class Conversation:
         start, turn = time.perf_counter(), Turn()
         run = Run(self.model, [prompt], params, self._settings)
         turn.statistics = run.batch.statistics
-        pieces: list[str] = []
+        parts = AnswerParts(self.model.tokenizer)
         tokens: list[int] = []
         try:
             with closing(run.events()) as events:
@@ -175,19 +180,21 @@ class Conversation:
                         if not tokens:
                             turn.first_token_seconds = time.perf_counter() - start
                         tokens.append(event.token)
-                        pieces.append(event.text)
-                        yield event.text
+                        yield parts.take(event.token, event.text)
                     elif isinstance(event, FinishedEvent):
                         is_full = event.finish_reason == "length" and (
                             len(prompt) + len(tokens) == self.capacity
                         )
                         turn.finish_reason = "context" if is_full else event.finish_reason
         finally:
-            self.last_turn = turn
+            self.last_turn, turn.thought = turn, parts.thought
             if tokens or turn.finish_reason == "stop":
                 self.tokens = [*prompt, *tokens]
                 self.messages.append({"role": "user", "content": message})
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+                answer = {"role": "assistant", "content": parts.said}
+                if parts.thought:
+                    answer["thinking"] = parts.thought
+                self.messages.append(answer)
 
     def close(self, timeout: float = 60.0) -> bool:
         """Write what is pending to the store of a `prefix_cache`, and close it.

@@ -117,9 +117,10 @@ def _read(path: Path, conversation: Conversation) -> dict[str, Any]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not all(
         isinstance(each, dict)
-        and each.keys() == {"role", "content"}
+        and each.keys() - {"thinking"} == {"role", "content"}
         and each["role"] == ("user", "assistant")[index % 2]
         and isinstance(each["content"], str)
+        and isinstance(each.get("thinking", ""), str)
         for index, each in enumerate(messages)
     ):
         raise ValueError(f"{path}: messages must be of user and assistant in turn")

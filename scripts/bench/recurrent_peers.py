@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule of other projects on CPUs, beside ours: their calls and ours take turns."""
+"""The gated delta rule of other projects on CPUs, beside ours: the calls alternate."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def _ik_llama(sources: str) -> Callable:
     It also calls functions of other files, which stay unresolved: nothing here gets there.
     """
     ggml = Path(sources) / "ggml"
-    folder = Path(tempfile.mkdtemp())
+    scratch = tempfile.TemporaryDirectory()
+    folder = Path(scratch.name)
     (folder / "run.cc").write_text(_RUN)
     command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O3", "-march=native", "-DNDEBUG"]
     command += ["-DGGML_USE_IQK_MULMAT", "-fopenmp", "-fPIC", "-shared", "-Wl,-z,lazy"]
@@ -111,6 +112,7 @@ def _ik_llama(sources: str) -> Callable:
     load.restype = ctypes.c_void_p
     handle = load(str(folder / "run.so").encode(), os.RTLD_LAZY)
     function = ctypes.CDLL("", handle=handle).run
+    scratch.cleanup()  # what is loaded stays
 
     def make(bench, batch: int, rows: int) -> Callable[[int], object]:
         spec, rng = bench.spec, np.random.default_rng(0)

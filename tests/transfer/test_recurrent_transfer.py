@@ -77,7 +77,7 @@ def test_a_prompt_arrives_as_it_is_computed(length, states):
 def test_states_of_another_type_are_refused():
     """Before anything is sent."""
     source, target = worlds()[0], World(4, "bfloat16", **OPTIONS, state_dtype="bfloat16")
-    with pytest.raises(ValueError, match="state_dtype: float32 here, bfloat16 there|differ"):
+    with pytest.raises(ValueError, match="state_dtype"):
         connect(source.cache, target.cache)
 
 

@@ -185,6 +185,8 @@ class KernelSpec:
         Whether there is a kernel for steps with spans that are attended to in both directions.
     sink_logits : bool
         Whether attention takes learned sinks, as its last argument.
+    static_scales : bool
+        Whether rows are quantized by scales of their heads, the last argument of what appends.
     """
 
     num_qo_heads: int
@@ -205,6 +207,12 @@ class KernelSpec:
     page_bounds: bool = False
     spans: bool = False
     sink_logits: bool = False
+    static_scales: bool = False
+
+    @property
+    def without_scales(self) -> set[str]:
+        """The argument for scales of heads, where rows have scales of their own."""
+        return set() if self.static_scales else {"var_kv_scales"}
 
     @property
     def without_sinks(self) -> set[str]:

@@ -8,7 +8,14 @@ import os
 from pathlib import Path
 
 from .chat_screen import screen_of
-from .model import add_attention_budget, add_model, add_state_dtype, add_weights, choose_model
+from .model import (
+    add_attention_budget,
+    add_kv_scales,
+    add_model,
+    add_state_dtype,
+    add_weights,
+    choose_model,
+)
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import reused
@@ -54,6 +61,7 @@ def add_parser(commands) -> None:
     add_weights(add)
     add.add_argument("--kv-dtype", help="type of the cache's pages, as for generate")
     add_attention_budget(add)
+    add_kv_scales(add)
     add_state_dtype(add)
     add_sampling(add, 512, "answer")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
@@ -97,6 +105,7 @@ def run(options: argparse.Namespace) -> None:
             page_size=options.page_size,
             kv_dtype=options.kv_dtype,
             state_dtype=options.state_dtype,
+            kv_scales=options.kv_scales,
             weights=options.weights,
             attention_budget=options.attention_budget,
         )

@@ -8,7 +8,14 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from .model import add_attention_budget, add_model, add_state_dtype, add_weights, choose_model
+from .model import (
+    add_attention_budget,
+    add_kv_scales,
+    add_model,
+    add_state_dtype,
+    add_weights,
+    choose_model,
+)
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import MachineLimits, print_statistics
@@ -49,6 +56,7 @@ def add_parser(commands) -> None:
         "int5,int4 (default: that of --dtype)",
     )
     add_attention_budget(add)
+    add_kv_scales(add)
     add_state_dtype(add)
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add_sampling(add, 200, "continuation")
@@ -191,6 +199,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError("--attention-budget cannot be combined with --sliding-window")
         if (options.shards, options.stages) != (1, 1):
             raise ValueError("--attention-budget cannot be combined with --shards and --stages")
+    if options.kv_scales != "row" and (options.shards, options.stages) != (1, 1):
+        raise ValueError("--kv-scales checkpoint cannot be combined with --shards and --stages")
     if options.speculative and options.sliding_window is not None:
         raise ValueError("--speculative cannot be combined with --sliding-window")
     if options.speculative and (options.shards, options.stages) != (1, 1):
@@ -216,7 +226,11 @@ def _load(options: argparse.Namespace):
     }
     if (options.shards, options.stages) == (1, 1):
         return DecoderModel.from_pretrained(
-            options.model, options.dtype, attention_budget=options.attention_budget, **common
+            options.model,
+            options.dtype,
+            attention_budget=options.attention_budget,
+            kv_scales=options.kv_scales,
+            **common,
         )
     return ParallelModel.from_pretrained(
         options.model, options.dtype, num_shards=options.shards, stages=options.stages, **common

@@ -52,6 +52,17 @@ def add_state_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_kv_scales(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--kv-scales``."""
+    parser.add_argument(
+        "--kv-scales",
+        default="row",
+        choices=["row", "checkpoint"],
+        help="by what --kv-dtype int8 and float8_e4m3fn scale K and V: the largest value of each "
+        "row, or the static scales of a calibrated checkpoint (default row)",
+    )
+
+
 def choose_model(options: argparse.Namespace) -> None:
     """Set ``options.model`` to the path of the model: the one that it names, or the default."""
     from tvm_pagedkv.models import SMOLLM2, find_included, find_model

@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "device/device_memory.h"
+#include "storage/row_io.h"
 
 namespace pagedkv {
 
@@ -140,17 +141,14 @@ void Attention::AppendAndAttend(int64_t layer_id, double sm_scale, ffi::Tensor q
   const GroupWorkspace& workspace = step_->workspaces().group(layer.group);
   const AttentionCall call{sm_scale, workspace.q.get(), o, workspace.lse.get(),
                            sinks.Argument(sink_logits)};
-  if (reach.lists) {
-    backend.Append(qkv);
-    listed_.Attend(layer, call, *reach.lists);
-  } else if (num_pages > 0) {
+  if (reach.lists || num_pages > 0) {
     backend.Append(qkv);
     step_->NoteAppend(layer);  // before bounds are looked at
-    listed_.Attend(layer, call, ChoosePages(layer, call.q, num_pages));
+    listed_.Attend(layer, call, reach.lists ? *reach.lists : ChoosePages(layer, call.q, num_pages));
   } else {
     backend.AppendAndAttend(qkv, call, workspace.k.get(), workspace.v.get());
+    step_->NoteAppend(layer);
   }
-  step_->NoteAppend(layer);
   sinks.Apply(sink_logits, call);
 }
 
@@ -225,11 +223,9 @@ void Attention::SelfAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi
   if (plan.has_spans()) {
     Raise(kValueError, "self_attention is not possible in a step with spans; call attention");
   }
-  // Find the kernels before anything is written.
-  backend.RequireRowKernel();
-  const ffi::Function& append = layer.kernels->Get(KernelName::kTransposeAppend);
+  backend.RequireRowKernel();  // before anything is written
   tensors.MakeCompact({&q, &k, &v}, alignment);
-  append(layer.pages, k, v, step_->arrays().slots(layer.group));
+  AppendRows(layer, k, v, step_->arrays().slots(layer.group));
   step_->NoteAppend(layer);
   const AttentionCall call{sm_scale, q, o, lse, sinks.Argument(sink_logits)};
   backend.AttendToRows(call, k, v);

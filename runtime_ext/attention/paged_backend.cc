@@ -5,6 +5,8 @@
  */
 #include "attention/paged_backend.h"
 
+#include "storage/row_io.h"
+
 namespace pagedkv {
 
 PagedBackend::PagedBackend(Step* step, const StoredLayer& layer, const SharedBackendState& shared)
@@ -33,13 +35,15 @@ void PagedBackend::RotateAndAppend(const ffi::Tensor& qkv) {
   const ffi::Tensor& q = step_->workspaces().group(layer_.group).q.get();
   const int64_t apply_rope = layer_.config.has_normal_rope();
   const ffi::Tensor& factors = config().rope_ext_factors;
-  if (apply_rope && factors.defined()) {
+  const ffi::Tensor& scales = layer_.config.kv_scales;
+  const auto append = [&](auto... last) {
     kernel(qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), q,
-           layer_.pages, apply_rope, factors);
-  } else {
-    kernel(qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), q,
-           layer_.pages, apply_rope);
-  }
+           layer_.pages, apply_rope, last...);
+  };
+  const auto append_by_scales = [&](auto... last) {
+    scales.defined() ? append(last..., scales) : append(last...);
+  };
+  apply_rope&& factors.defined() ? append_by_scales(factors) : append_by_scales();
 }
 
 void PagedBackend::SplitAndAppend(const ffi::Tensor& qkv) {
@@ -54,7 +58,7 @@ void PagedBackend::SplitAndAppend(const ffi::Tensor& qkv) {
   } else {
     split(qkv, arrays.rope_positions(), q, k, v, apply_rope);
   }
-  layer_.kernels->Get(KernelName::kTransposeAppend)(layer_.pages, k, v, arrays.slots(layer_.group));
+  AppendRows(layer_, k, v, arrays.slots(layer_.group));
 }
 
 void PagedBackend::Attend(const AttentionCall& call, const ffi::Tensor&, const ffi::Tensor&) {

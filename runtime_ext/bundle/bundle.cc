@@ -10,6 +10,7 @@
 #include <tvm/runtime/base.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -224,6 +225,22 @@ ffi::Tensor Floats(const Values& values) {
   return tensor;
 }
 
+/*! \brief Scales of K and of V, a list each, as [2, heads]; any other number of lists as well. */
+ffi::Tensor ScaleRows(const Values& rows) {
+  Values flat;
+  for (const ffi::Any& row : rows) {
+    for (const ffi::Any& scale : row.cast<Values>()) flat.push_back(scale);
+  }
+  const auto num_rows = static_cast<int64_t>(rows.size());
+  const auto num_scales = static_cast<int64_t>(flat.size());
+  if (num_rows == 0 || num_scales % num_rows != 0) {
+    Raise(kValueError, "kv_scales of a layer must be two lists, a scale for each head", kAdvice);
+  }
+  const std::array<int64_t, 2> shape{num_rows, num_scales / num_rows}, strides{shape[1], 1};
+  return Floats(flat).as_strided(ffi::ShapeView(shape.data(), 2),
+                                 ffi::ShapeView(strides.data(), 2));
+}
+
 ffi::Tensor CopyTo(const ffi::Tensor& tensor, DLDevice device) {
   if (device.device_type == kDLCPU) return tensor;
   ffi::Tensor copy = AllocateTensor(tensor.shape(), tensor.dtype(), device, UncountedBytes());
@@ -241,6 +258,15 @@ StringMap CacheMap(StringMap map, DLDevice device) {
   if (map.count("rope_ext_factors")) {
     map.Set("rope_ext_factors", CopyTo(Floats(Get<Values>(map, "rope_ext_factors")), device));
   }
+  Values layers;
+  for (const ffi::Any& each : Get<Values>(map, "layers")) {
+    StringMap layer = AsMap(each);
+    if (layer.count("kv_scales")) {
+      layer.Set("kv_scales", CopyTo(ScaleRows(Get<Values>(layer, "kv_scales")), device));
+    }
+    layers.push_back(layer);
+  }
+  map.Set("layers", layers);
   return map;
 }
 

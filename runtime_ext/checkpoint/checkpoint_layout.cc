@@ -30,6 +30,7 @@ std::string CheckpointLayout::Layer::Text() const {
   if (!has_one_row()) text << " num_kv_heads=" << num_kv_heads;
   text << " qk_head_dim=" << qk_head_dim << " v_head_dim=" << v_head_dim;
   if (!has_one_row()) text << " rope=" << rope;
+  if (!kv_scales.empty()) text << " kv_scales=" << kv_scales;
   return text.str();
 }
 

@@ -24,6 +24,7 @@ struct CheckpointLayout {
     std::string kv_dtype;  // how the pages keep rows: a type of numbers, or Codec::Format
     int64_t item_bytes = 1;
     int64_t codec_page_bytes = 0;  // of a page of codes and scales; 0 without a codec
+    std::string kv_scales = {};    // the HexHash of static scales; a row has other codes by its own
     // Of recurrent layers and short convolutions, whose rows have a width of `qk_head_dim`.
     std::string details = {};  // their shape, as text
     int64_t interval = 0;      // positions from one kept state to the next; 0: no states

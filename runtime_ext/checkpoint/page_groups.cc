@@ -24,17 +24,21 @@ const char* ToString(RopeMode mode) {
   return kNames[static_cast<int>(mode)];
 }
 
+std::string HashOf(const ffi::Tensor& tensor) {
+  const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*tensor.GetDLTensorPtr()));
+  const ffi::Tensor host = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, UncountedBytes());
+  const DLDevice device = tensor.device();
+  void* stream = CurrentStream(device);
+  CopyBytes(tensor, 0, host, 0, num_bytes, stream);
+  if (!IsHost(device)) Synchronize(device, stream);
+  return HexHash(std::string(static_cast<const char*>(host.data_ptr()), num_bytes));
+}
+
 /*! \brief What decides the rotation besides theta and scale, in words. */
 std::string RopeDetails(const CacheConfig& config, const LayerConfig& layer) {
   const ffi::Tensor& factors = config.rope_ext_factors;
   if (!factors.defined() || !layer.has_normal_rope()) return layer.rope_details;
-  const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*factors.GetDLTensorPtr()));
-  const ffi::Tensor host = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, UncountedBytes());
-  void* stream = CurrentStream(config.device);
-  CopyBytes(factors, 0, host, 0, num_bytes, stream);
-  if (!IsHost(config.device)) Synchronize(config.device, stream);
-  const std::string bytes(static_cast<const char*>(host.data_ptr()), num_bytes);
-  return layer.rope_details + " factors=" + HexHash(bytes);
+  return layer.rope_details + " factors=" + HashOf(factors);
 }
 
 /*! \brief Of a recurrent layer or a short convolution. */
@@ -71,6 +75,7 @@ CheckpointLayout LayoutOf(const LayerStorage& storage) {
                              ItemSize(shape.page_dtype),
                              shape.codec ? shape.codec->page_bytes : 0});
     if (!shape.is_attention()) DescribeRows(shape, &layout.layers.back());
+    if (shape.kv_scales.defined()) layout.layers.back().kv_scales = HashOf(shape.kv_scales);
   }
   // Layers of one stage may look like those of another.
   if (layout.num_layers() < config.stage.num_layers()) {

@@ -104,6 +104,24 @@ void CheckRope(const LayerConfig& layer) {
   }
 }
 
+void CheckStaticScales(const LayerConfig& layer, DLDevice device) {
+  const ffi::Tensor& scales = layer.kv_scales;
+  if (!layer.codec || !layer.is_mha()) {
+    Raise(kValueError, "layer ", layer.id, " has kv_scales, which are for layers with K and V in ",
+          "quantized pages");
+  }
+  const DLDataType dtype = scales.dtype();
+  const DLDevice own = scales.device();
+  if (scales.ndim() != 2 || scales.size(0) != 2 || scales.size(1) != layer.num_kv_heads ||
+      !scales.IsContiguous() || dtype.code != kDLFloat || dtype.bits != 32 || dtype.lanes != 1 ||
+      own.device_type != device.device_type || own.device_id != device.device_id) {
+    Raise(kValueError, "kv_scales of layer ", layer.id, " must be a contiguous float32 tensor ",
+          "[2, ", layer.num_kv_heads, "] on the cache's device, got ", ShapeText(scales.shape()),
+          " of ", ffi::DLDataTypeToString(dtype), " on device ", own.device_type, ":",
+          own.device_id);
+  }
+}
+
 void CheckExtensionFactors(const CacheConfig& config) {
   const ffi::Tensor& factors = config.rope_ext_factors;
   if (!config.has_normal_rope || config.has_inline_rope) {
@@ -278,6 +296,7 @@ void CacheConfig::Validate() const {
     }
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
     if (layer.codec) CheckCodec(*layer.codec, page_size * layer.rows_per_slot());
+    if (layer.kv_scales.defined()) CheckStaticScales(layer, device);
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
     if (has_sequence_windows && layer.is_chunked) {
       Raise(kValueError, "windows of sequences are not possible with layer ", layer.id,

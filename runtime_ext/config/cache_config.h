@@ -75,6 +75,8 @@ struct LayerConfig {
   bool has_sink_logits = false;  // whether its kernels take learned sinks
   DLDataType page_dtype{};       // of the elements of pages; bytes where rows are quantized
   std::optional<Codec> codec;    // how the pages keep rows, if they are quantized
+  // Scales of K and of V: float32 [2, num_kv_heads] on the device; undefined: each row has its own.
+  ffi::Tensor kv_scales{};
   // kRecurrent and kConv: `window` is the interval of states, or the width of the convolution, and
   // `qk_head_dim` the width of a row.
   std::optional<RecurrentShape> recurrent;

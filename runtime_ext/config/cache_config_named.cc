@@ -161,7 +161,8 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   Fields fields(map, owner,
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_mode", "rope_theta",
-                 "rope_scale", "rope_details", "kernel_set", "kv_dtype", "codec", "sink_logits"});
+                 "rope_scale", "rope_details", "kernel_set", "kv_dtype", "codec", "sink_logits",
+                 "kv_scales"});
   auto kind = fields.Get<std::string>("kind");
   const bool needs_window = kind == "mha_sliding" || kind == "mha_chunked";
   if (!needs_window && kind != "mha" && kind != "mla" && kind != "linear") {
@@ -199,6 +200,7 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
   layer.has_sink_logits = fields.Find<bool>("sink_logits").value_or(false);
   ParsePageType(fields, owner, config.kv_dtype, &layer);
+  if (auto scales = fields.Find<ffi::Tensor>("kv_scales")) layer.kv_scales = *scales;
   return layer;
 }
 

@@ -251,6 +251,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   }
   result.kv_dtype = (has_mha ? mha : has_mla ? mla : linear).kv_dtype();
   SetRopes(args[24], &result);
+  SetScales(args[24], &result);
   result.SettleRope();
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, std::nullopt);
   result.Validate();

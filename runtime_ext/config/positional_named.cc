@@ -92,7 +92,8 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
       if (layer->is_mla() == (*name == "mla_kv_dtype")) SetPageType((*array)[i + 1], layer);
       continue;
     }
-    if (*name == "rope" || *name == "index") continue;  // SetRopes, IndexLane
+    // SetRopes, IndexLane, SetScales
+    if (*name == "rope" || *name == "index" || *name == "kv_scales") continue;
     if (*name == "sink_logits") {
       layer->has_sink_logits = true;
       continue;
@@ -145,6 +146,27 @@ void SetRopes(const ffi::AnyView& value, CacheConfig* config) {
       layer.rope_details = *details;
       layer.kernel_set = kernel_set.value_or(layer.kernel_set);
     }
+  }
+}
+
+void SetScales(const ffi::AnyView& value, CacheConfig* config) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  std::optional<ffi::Tensor> scales;
+  for (size_t i = kNumFixed; array && i + 1 < array->size(); i += 2) {
+    auto name = (*array)[i].try_cast<ffi::String>();
+    if (!name || *name != "kv_scales") continue;
+    scales = (*array)[i + 1].as<ffi::Tensor>();
+    const auto num_layers = static_cast<int64_t>(config->layers.size());
+    if (!scales || scales->ndim() != 3 || scales->size(0) != num_layers) {
+      Raise(kTypeError, "argument 24 needs kv_scales: a tensor [layers, 2, KV heads]");
+    }
+  }
+  for (size_t i = 0; scales && i < config->layers.size(); ++i) {
+    if (!config->layers[i].is_mha()) continue;
+    config->layers[i].kv_scales =
+        scales->as_strided(ffi::ShapeView(scales->shape().data() + 1, 2),
+                           ffi::ShapeView(scales->strides().data() + 1, 2),
+                           static_cast<int64_t>(i) * scales->strides()[0]);
   }
 }
 

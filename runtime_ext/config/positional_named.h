@@ -22,7 +22,8 @@ namespace pagedkv {
  * what the arguments have no place for: pairs of a kernel's name and its function, and of
  * "kv_dtype" or, for MLA layers, "mla_kv_dtype" and what SetPageType takes, and of "cpu" and
  * ["x86_64", "avx avx2 ..."], the architecture and the features that the kernels need, and of
- * "rope" and what SetRopes takes, and of "index" and what IndexLane takes.
+ * "rope" and what SetRopes takes, of "index" and what IndexLane takes, and of "kv_scales" and what
+ * SetScales takes.
  */
 void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
                KernelSet* kernels);
@@ -31,6 +32,11 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
  * and details, then names and kernels in place of those of all layers.
  */
 void SetRopes(const ffi::AnyView& value, CacheConfig* config);
+/*!
+ * \brief Static scales, from index 24: after "kv_scales" those of K and of V of all layers, float32
+ * [layers, 2, KV heads]. Layers without K and V leave theirs alone.
+ */
+void SetScales(const ffi::AnyView& value, CacheConfig* config);
 /*!
  * \brief The index lanes of a model, which are all alike, from index 24: after "index" the heads,
  * the width of a key and what SetPageType takes, then names and kernels.

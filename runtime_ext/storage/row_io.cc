@@ -77,6 +77,13 @@ void ReadRows(const StoredLayer& layer, const std::vector<int32_t>& slots, const
                  });
 }
 
+void AppendRows(const StoredLayer& layer, const ffi::Tensor& k, const ffi::Tensor& v,
+                const ffi::Tensor& slots) {
+  const ffi::Function& append = layer.kernels->Get(KernelName::kTransposeAppend);
+  const ffi::Tensor& scales = layer.config.kv_scales;
+  scales.defined() ? append(layer.pages, k, v, slots, scales) : append(layer.pages, k, v, slots);
+}
+
 void WriteRows(const StoredLayer& layer, const std::vector<int32_t>& slots, const LayerRows& rows) {
   if (slots.empty()) return;
   if (layer.config.codec) {
@@ -84,7 +91,7 @@ void WriteRows(const StoredLayer& layer, const std::vector<int32_t>& slots, cons
     if (layer.config.is_mla()) {
       layer.kernels->Get(KernelName::kTransposeAppendMLA)(layer.pages, rows.k, at);
     } else {
-      layer.kernels->Get(KernelName::kTransposeAppend)(layer.pages, rows.k, rows.v, at);
+      AppendRows(layer, rows.k, rows.v, at);
     }
     return;
   }

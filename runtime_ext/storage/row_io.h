@@ -32,6 +32,13 @@ void ReadRows(const StoredLayer& layer, const std::vector<int32_t>& slots, const
               int64_t index);
 
 /*!
+ * \brief Writes rows of K and V, [n, num_kv_heads, head_dim] each, by the layer's kernel.
+ * \param slots int32 [n] on the device of the pages; a negative one: do not write.
+ */
+void AppendRows(const StoredLayer& layer, const ffi::Tensor& k, const ffi::Tensor& v,
+                const ffi::Tensor& slots);
+
+/*!
  * \brief Writes the rows of one layer, without the dimension of layers, to n slots.
  *
  * A kernel that throws may have written some of them.

@@ -205,8 +205,9 @@ def test_tiers_round_trip_and_are_opened(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_codecs(tmp_path):
-    """The layers of a bundle keep their rows by a codec each."""
-    layers = [pkv.LayerSpec(kv_dtype=codec) for codec in CODECS]
+    """The layers of a bundle keep their rows by a codec each, those of 8 bits by given scales."""
+    scales = {name: (0.02, (0.03, 0.01)) for name in ("int8", "float8_e4m3fn")}
+    layers = [pkv.LayerSpec(kv_dtype=codec, kv_scales=scales.get(codec)) for codec in CODECS]
     rope = pkv.RopeConfig(mode="none")
     config = pkv.KVCacheConfig(len(layers), 4, 2, 32, dtype="float32", layers=layers, rope=rope)
     loaded = pkv.load_bundle(pkv.write_bundle(config, tmp_path / "bundle", bare=True))
@@ -214,8 +215,10 @@ def test_codecs(tmp_path):
     cache = loaded.create(max_total_tokens=64)
     cache.add_sequence(0)
     rng, caches = np.random.default_rng(0), []
-    for codec in CODECS.values():
+    for name, codec in CODECS.items():
         caches.append(reference.ReferenceCache(1, codec))
+        if name in scales:
+            caches[-1].static_scales = [np.array([[0.02, 0.02], [0.03, 0.01]], "f4")]
         caches[-1].add_sequence(0)
     for num_rows in (9, 1, 5):
         with cache.forward([0], [num_rows]):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tir_kernels.spec import RopeSpec
@@ -57,6 +59,16 @@ def aligned_tensors(monkeypatch):
 @pytest.mark.parametrize("spec", some(SPECS), ids=SPECS)
 @parametrize_seed
 def test_append(spec, seed):
+    quantized_cases.check_transpose_append(spec, 60, seed)
+    for apply_rope in (0, 1):
+        quantized_cases.check_rope_append(spec, 60, apply_rope, seed)
+
+
+@pytest.mark.parametrize("name", with_slow(["int8", "float8_e4m3fn"], "int8"))
+@parametrize_seed
+def test_append_by_static_scales(name, seed):
+    specs = [s for s in SPECS.values() if s.kv_dtype == name]
+    spec = replace(specs[0], static_scales=True)
     quantized_cases.check_transpose_append(spec, 60, seed)
     for apply_rope in (0, 1):
         quantized_cases.check_rope_append(spec, 60, apply_rope, seed)

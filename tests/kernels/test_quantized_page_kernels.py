@@ -79,6 +79,22 @@ def test_rows_of_any_width(shape, codec, seed):
 
 @latin_square(4, "cpu", "dtype", "codec")
 @parametrize_seed
+@pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn", "float8_e4m3fn,int8"])
+@parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
+@parametrize_dtypes
+def test_static_scales(dtype, cpu, codec, seed):
+    """Scales of heads, of some of whose values none is so large; of rows with NaN there is none."""
+    for name in ("4:2x96-p1", "3:1x64-p4-partial", "32:8x128-p16"):
+        shape = SHAPES[name]
+        spec = quantized_spec(shape, dtype, codec, target=vector_target(cpu), static_scales=True)
+        if shape[2] > 1 or "," not in codec:
+            check_transpose_append(spec, 60, seed, cpu)
+            check_rope_append(spec, 40, 0, seed, cpu)
+            check_rope_append(spec, 40, 1, seed, cpu)
+
+
+@latin_square(4, "cpu", "dtype", "codec")
+@parametrize_seed
 @parametrize_codecs
 @parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
 @parametrize_dtypes

@@ -53,25 +53,6 @@ def test_logits_are_those_of_the_rounded_weights(choice, tmp_path):
     assert found.matrix_bytes < per_weight * exact.matrix_bytes / 4
 
 
-def test_scales_of_k_and_v_are_not_needed(tmp_path):
-    """Files in which only K and V are quantized have static scales of them."""
-    folder = tmp_path / "model"
-    shutil.copytree(TINY, folder)
-    config = json.loads((folder / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
-    config["quantization_config"] = quantization | {"config_groups": {}}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(TINY / "model.safetensors")
-    attention = "model.layers.{}.self_attn."
-    tensors[attention.format(0) + "k_scale"] = np.array([0.1], "f4")
-    tensors[attention.format(1) + "v_proj.v_scale"] = np.full(2, 0.1, "f4")
-    save_file(tensors, folder / "model.safetensors")
-    found = DecoderModel.from_pretrained(folder, "float32")
-    expected = DecoderModel.from_pretrained(TINY, "float32")
-    np.testing.assert_array_equal(_logits(found), _logits(expected))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_1", "Q5_0"])
 def test_gguf_files_keep_their_codes(name, tmp_path):

@@ -35,6 +35,7 @@ class ReferenceCache:
     """
 
     v_width: int | None = None  # of quantized latent rows: their columns that are V
+    static_scales: Sequence[np.ndarray | None] | None = None  # of each layer, [2, Hk]
 
     def __init__(
         self,
@@ -99,10 +100,12 @@ class ReferenceCache:
         kv = self.sequences[seq_id][layer]
         return 0 if kv is None else len(kv[0])
 
-    def kept(self, rows: np.ndarray, is_v: bool = False) -> np.ndarray:
+    def kept(self, rows: np.ndarray, is_v: bool = False, layer: int = 0) -> np.ndarray:
         """Rows ``[..., D]`` of K, or of V, as the pages give them back."""
+        static = self.static_scales and self.static_scales[layer]
+        static = None if static is None else static[int(is_v)]
         if isinstance(self.kv_dtype, (Codec, CodecPair)):
-            return keep(self.kv_dtype.v if is_v else self.kv_dtype.k, rows, self.v_width)
+            return keep(self.kv_dtype.v if is_v else self.kv_dtype.k, rows, self.v_width, static)
         return rows.astype(self.kv_dtype)
 
     def kv(self, seq_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +131,7 @@ class ReferenceCache:
                 end = positions[-1] + 1
                 q = rotate(q, positions, rope, end).astype(qkv.dtype)
                 k = rotate(k, positions, rope, end)
-            k, v = self.kept(k), self.kept(v, is_v=True)
+            k, v = self.kept(k, layer=layer), self.kept(v, is_v=True, layer=layer)
             if held is not None:
                 k, v = np.concatenate([held[0], k]), np.concatenate([held[1], v])
             self.sequences[seq_id][layer] = (k, v)

@@ -41,10 +41,13 @@ def rotate(codec, rows: np.ndarray, v_width: int) -> np.ndarray:
     return np.concatenate(rotated, axis=-1)
 
 
-def quantize(codec, rows: np.ndarray, v_width: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize(
+    codec, rows: np.ndarray, v_width: int, static: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes ``[..., width]`` as numbers and scales ``[..., groups]`` of rows as they are rotated.
 
-    Both are float32; the scales are numbers of the codec's type.
+    Both are float32; the scales are numbers of the codec's type. With `static`, ``[...]`` or what
+    broadcasts to it, these are the scales of rows without NaN and infinities.
     """
     rows = np.asarray(rows, dtype=np.float32)
     width = rows.shape[-1]
@@ -58,6 +61,8 @@ def quantize(codec, rows: np.ndarray, v_width: int) -> tuple[np.ndarray, np.ndar
                 extreme = np.where(largest > -smallest, largest, smallest)
             scale = rounded_scale(codec, extreme / np.float32(codec.limit))
             scale = np.where(np.abs(scale) < SMALLEST_NORMAL, np.float32(0), scale)
+            if static is not None:
+                scale = np.broadcast_to(static, scale.shape)
             is_finite = np.isfinite(group).all(-1)
             is_known = is_finite & (scale != 0)
             inverse = np.where(is_known, np.float32(1) / scale, np.float32(0))
@@ -103,10 +108,13 @@ def dequantize(codec, codes: np.ndarray, scales: np.ndarray, v_width: int) -> np
     return rotate(codec, rows, v_width)
 
 
-def keep(codec, rows: np.ndarray, v_width: int | None = None) -> np.ndarray:
+def keep(
+    codec, rows: np.ndarray, v_width: int | None = None, static: np.ndarray | None = None
+) -> np.ndarray:
     """Quantize and dequantize rows ``[..., width]``: float32."""
     v_width = rows.shape[-1] if v_width is None else v_width
-    return dequantize(codec, *quantize(codec, rotate(codec, rows, v_width), v_width), v_width)
+    kept = quantize(codec, rotate(codec, rows, v_width), v_width, static)
+    return dequantize(codec, *kept, v_width)
 
 
 def code_bytes(codec, codes: np.ndarray) -> np.ndarray:

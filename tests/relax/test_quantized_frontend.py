@@ -59,6 +59,37 @@ def test_a_model_with_a_codec(codec):
     assert k.dtype == np.float32 and k.shape == (2, 12, NUM_KV_HEADS, HEAD_DIM)
 
 
+def test_a_model_with_static_scales():
+    """Rows of both layers are kept by scales of their own."""
+    scales = [(0.01, tuple(np.linspace(0.005, 0.009, NUM_KV_HEADS))), (0.004, 0.02)]
+    vm, cache = made(rope={"mode": RopeMode.NONE}, kv_dtype="float8_e4m3fn", kv_scales=scales)
+    cache.add_sequence(0)
+    shape = (1, 9, NUM_QO_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+    qkv = np.random.default_rng(0).standard_normal(shape, dtype="float32")
+    with cache.forward([0], [9]):
+        vm["fused"](tvm.runtime.tensor(qkv), cache)
+    rows = np.split(qkv[0], [NUM_QO_HEADS, NUM_QO_HEADS + NUM_KV_HEADS], axis=1)[1:]
+    for plane, (own, found) in enumerate(zip(rows, cache.debug_get_kv(0), strict=True)):
+        for layer in range(2):
+            static = np.broadcast_to(np.float32(scales[layer][plane]), NUM_KV_HEADS)
+            want = reference.quantized.keep(CODECS["float8_e4m3fn"], own, static=static)
+            np.testing.assert_array_equal(found.numpy()[layer], want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_scales": [(1, 1)]}, "1 entries for 2 layers"),
+        ({"kv_scales": [(1, 1), None]}, "all layers with K and V"),
+        ({"kv_scales": [(1, 1)] * 2, "kv_dtype": "int4"}, "kv_scales are for kv_dtype"),
+        ({"kv_scales": [(1, 1)] * 2, "runtime": "stock", "kv_dtype": None}, "need runtime"),
+    ],
+)
+def test_static_scales_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        export_model(pkv.PagedKVCache, **{"kv_dtype": "int8", **changes})
+
+
 @pytest.mark.parametrize("codec", with_slow(CODECS, "int8", "int4", "int5"))
 def test_a_model_with_latent_rows(monkeypatch, codec):
     """MLA layers: rows of both groups of a latent row, appended and attended to."""

@@ -54,19 +54,41 @@ def hostile_rows(rng, shape, dtype: str) -> np.ndarray:
     return rows.astype(dtype)
 
 
+def static_scales(rng, spec: KernelSpec) -> list[np.ndarray]:
+    """The last argument of what appends, float32 ``[2, Hk]``; nothing where there is none.
+
+    Some of the values of a normal row do not fit.
+    """
+    if not spec.static_scales:
+        return []
+    shape, limits = (2, spec.num_kv_heads), [[spec.codec.k.limit], [spec.codec.v.limit]]
+    return [(rng.uniform(0.5, 4, shape) / limits).astype(np.float32)]
+
+
 def assert_rows_kept(
-    spec: KernelSpec, pages: np.ndarray, slots, rows: np.ndarray, *, is_exact: bool
+    spec: KernelSpec,
+    pages: np.ndarray,
+    slots,
+    rows: np.ndarray,
+    *,
+    is_exact: bool,
+    static: list[np.ndarray] | None = None,
 ) -> None:
     """Compare the codes and scales of slots with those of rows ``[n, rows_per_slot, width]``."""
     planes = slot_parts(spec, pages, slots)
-    for (codec, codes, scales), own in zip(planes, rows_of_planes(spec, rows), strict=True):
-        _assert_plane_kept(spec, codec, (codes, scales), own, is_exact=is_exact)
+    given = np.split(static[0].reshape(1, -1), len(planes), 1) if static else [None] * len(planes)
+    for (codec, codes, scales), own, of_rows in zip(
+        planes, rows_of_planes(spec, rows), given, strict=True
+    ):
+        _assert_plane_kept(spec, codec, (codes, scales), own, of_rows, is_exact=is_exact)
 
 
-def _assert_plane_kept(spec: KernelSpec, codec, kept: tuple, rows, *, is_exact: bool) -> None:
+def _assert_plane_kept(
+    spec: KernelSpec, codec, kept: tuple, rows, static=None, *, is_exact: bool
+) -> None:
     codes, scales = kept
     rotated = quantized.rotate(codec, rows, spec.v_head_dim)
-    want_codes, want_scales = quantized.quantize(codec, rotated, spec.v_head_dim)
+    want_codes, want_scales = quantized.quantize(codec, rotated, spec.v_head_dim, static)
     if is_exact and not codec.has_hadamard:
         np.testing.assert_array_equal(scales, want_scales)
         np.testing.assert_array_equal(codes, want_codes)
@@ -108,14 +130,18 @@ def check_transpose_append(spec: KernelSpec, num_rows: int, seed: int, cpu: str 
     slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
     slots[1::5] = -1
     pages = tensors_for(spec)(pool(spec, num_pages))
-    compiled("transpose_append", spec, cpu)(pages, tensor(k), tensor(v), tensor(slots))
+    static = static_scales(rng, spec)
+    arrays = [tensor(x) for x in (k, v, slots, *static)]
+    compiled("transpose_append", spec, cpu)(pages, *arrays)
     rows = (
         np.stack([k, v], 1)
         .astype(np.float32)
         .reshape(num_rows, rows_per_slot(spec), spec.qk_head_dim)
     )
     is_kept = slots >= 0
-    assert_rows_kept(spec, pages.numpy(), slots[is_kept], rows[is_kept], is_exact=True)
+    assert_rows_kept(
+        spec, pages.numpy(), slots[is_kept], rows[is_kept], is_exact=True, static=static
+    )
     assert_others_untouched(spec, pages.numpy(), slots[is_kept])
 
 
@@ -144,7 +170,8 @@ def check_rope_append(
     pages = tensors_for(spec)(pool(spec, num_pages))
     indptr = np.array([0, num_rows // 3, num_rows], np.int32)
     arrays = [tensor(x) for x in (qkv, indptr, positions, slots)]
-    compiled("rope_append", spec, cpu)(*arrays, q_out, pages, apply_rope)
+    static = static_scales(rng, spec)
+    compiled("rope_append", spec, cpu)(*arrays, q_out, pages, apply_rope, *map(tensor, static))
     q, k, v = np.split(qkv.astype(np.float32), [num_qo, num_qo + num_kv], axis=1)
     if apply_rope:
         rope = reference.Rope(rotary_dim=spec.rope.rotary_dim)
@@ -152,7 +179,9 @@ def check_rope_append(
     reference.assert_close(q_out.numpy(), q, spec.dtype, "q")
     rows = np.concatenate([k, v], 1)
     is_kept = slots >= 0
-    assert_rows_kept(spec, pages.numpy(), slots[is_kept], rows[is_kept], is_exact=not apply_rope)
+    assert_rows_kept(
+        spec, pages.numpy(), slots[is_kept], rows[is_kept], is_exact=not apply_rope, static=static
+    )
     assert_others_untouched(spec, pages.numpy(), slots[is_kept])
 
 

@@ -29,14 +29,18 @@ def transpose_append(spec: KernelSpec):
     """Build the kernel that writes K and V rows to their slots.
 
     Arguments: pages, k ``[T, Hk, Dqk]``, v ``[T, Hk, Dv]``, position_map int32 ``[T]`` (slots; a
-    negative one: do not write).
+    negative one: do not write); static scales: also float32 ``[2, Hk]``, those of K and of V.
     """
     num_heads, page_size = spec.num_kv_heads, spec.page_size
     c, match_rows = components_of(spec), row_matcher(spec)
 
-    @prim_func
+    @prim_func(absent=spec.without_scales)
     def transpose_append(
-        var_pages: T.handle, var_k: T.handle, var_v: T.handle, var_position_map: T.handle
+        var_pages: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        var_position_map: T.handle,
+        var_kv_scales: T.handle,
     ):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
@@ -44,10 +48,14 @@ def transpose_append(spec: KernelSpec):
         k = match_rows(var_k, n, num_heads, spec.qk_head_dim)
         v = match_rows(var_v, n, num_heads, spec.v_head_dim)
         position_map = match_int32(var_position_map, n)
+        if spec.static_scales:
+            scales = match_float32(var_kv_scales, 2, num_heads)
+        else:
+            scales = T.meta_var(None)
         stored = T.meta_var(view_pages(pages, spec))
         worker = c.Worker(spec)
-        k_rows = c.RowCopy(worker, k, rows_of(stored, K_PLANE))
-        v_rows = c.RowCopy(worker, v, rows_of(stored, V_PLANE))
+        k_rows = c.RowCopy(worker, k, rows_of(stored, K_PLANE), scales)
+        v_rows = c.RowCopy(worker, v, rows_of(stored, V_PLANE), scales)
         for row in worker.items(n, 2 * num_heads * _copied_bytes(spec)):
             slot = position_map[row]
             if slot >= 0:
@@ -152,15 +160,15 @@ def rope_append(spec: KernelSpec):
 
     Arguments: qkv, see `match_fused`, q_indptr int32 ``[B + 1]``, q_rope_position int32 ``[T]``,
     position_map int32 ``[T]`` (slots; a negative one: do not write K and V), q ``[T, Hq, Dqk]``,
-    pages, apply_rope int64; longrope: also float32
-    ``[rotary_dim]``, the long factors, then the short ones.
+    pages, apply_rope int64; longrope: also float32 ``[rotary_dim]``, the long factors, then the
+    short ones; static scales: also float32 ``[2, Hk]``.
     """
     num_qo_heads, num_kv_heads, head_dim = spec.num_qo_heads, spec.num_kv_heads, spec.qk_head_dim
     first_v, num_heads = num_qo_heads + num_kv_heads, num_qo_heads + 2 * num_kv_heads
     is_longrope, page_size = spec.rope.kind == "longrope", spec.page_size
     c, match_rows = components_of(spec), row_matcher(spec)
 
-    @prim_func(absent=() if is_longrope else ("var_ext_factors",))
+    @prim_func(absent=spec.without_scales | (set() if is_longrope else {"var_ext_factors"}))
     def rope_append(
         var_qkv: T.handle,
         var_q_indptr: T.handle,
@@ -170,6 +178,7 @@ def rope_append(spec: KernelSpec):
         var_pages: T.handle,
         apply_rope: T.int64,
         var_ext_factors: T.handle,
+        var_kv_scales: T.handle,
     ):
         T.func_attr(attributes(spec))
         num_pages, num_starts, n = T.int32(), T.int64(), T.int64()
@@ -183,13 +192,17 @@ def rope_append(spec: KernelSpec):
             ext_factors = match_float32(var_ext_factors, spec.rope.rotary_dim)
         else:
             ext_factors = T.meta_var(None)
+        if spec.static_scales:
+            scales = match_float32(var_kv_scales, 2, num_kv_heads)
+        else:
+            scales = T.meta_var(None)
         is_rotated = T.meta_var(apply_rope > 0)
         stored = T.meta_var(view_pages(pages, spec))
         qk_heads, v_heads = T.meta_var(heads_of(qkv, spec))
         worker = c.Worker(spec, (qk_heads, q, rows_of(stored, K_PLANE)))
         q_rows = c.RowRotation(worker, qk_heads, q)
-        k_rows = c.RowRotation(worker, qk_heads, rows_of(stored, K_PLANE))
-        v_rows = c.RowCopy(worker, v_heads, rows_of(stored, V_PLANE))
+        k_rows = c.RowRotation(worker, qk_heads, rows_of(stored, K_PLANE), scales)
+        v_rows = c.RowCopy(worker, v_heads, rows_of(stored, V_PLANE), scales)
         for row in worker.items(n, num_heads * _copied_bytes(spec)):
             cos_sin = c.CosSin(worker, ext_factors)
             last_position = -1

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tvm
 import tvm_ffi.libinfo
 from tvm.target import Target
@@ -188,7 +187,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _as_json(each) for name, each in value.items()}
     if isinstance(value, tvm.runtime.Tensor):
-        return [float(each) for each in np.asarray(value.numpy())]
+        return value.numpy().tolist()
     if isinstance(value, (list, tuple, tvm_ffi.Shape)):
         return [_as_json(each) for each in value]
     return value

@@ -88,6 +88,7 @@ def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) ->
         lists=layer.lists,
         page_bounds=layer.page_bounds,
         sink_logits=layer.sink_logits,
+        static_scales=layer.kv_scales is not None,
         spans=config.spans and layer.kind in MHA_KINDS,
     )
 
@@ -110,7 +111,7 @@ def _kernel_rope(config: ResolvedConfig, layer: ResolvedLayer) -> RopeConfig:
         depends_on_length = other.rope.scaling_dict.get("rope_type") == "longrope"
         if other.rope.mode == "none" or depends_on_length:
             continue
-        if replace(other, rope=layer.rope, window=layer.window) == layer:
+        if replace(other, rope=layer.rope, window=layer.window, kv_scales=layer.kv_scales) == layer:
             return other.rope
     return layer.rope
 

@@ -122,8 +122,8 @@ def config_map(
         "share_prefix": config.share_prefix,
         "enable_kv_transfer": config.enable_kv_transfer,
         "layers": [
-            _layer_map(config, layer, *sets)
-            for layer, *sets in zip(
+            _layer_map(config, layer, kernel_set, conv_set, device)
+            for layer, kernel_set, conv_set in zip(
                 config.layers, kernels.layer_sets, kernels.conv_sets, strict=True
             )
         ],
@@ -132,13 +132,16 @@ def config_map(
     }
     factors = _extension_factors(config)
     if factors is not None:
-        values = np.array(factors, dtype=np.float32)
-        described["rope_ext_factors"] = tvm.runtime.tensor(values, device=device)
+        described["rope_ext_factors"] = _tensor(factors, device)
     return described
 
 
 def _layer_map(
-    config: ResolvedConfig, layer: ResolvedLayer, kernel_set: int, conv_set: int
+    config: ResolvedConfig,
+    layer: ResolvedLayer,
+    kernel_set: int,
+    conv_set: int,
+    device: tvm.runtime.Device,
 ) -> dict[str, Any]:
     conv = layer.conv and {
         "kind": "conv",
@@ -183,7 +186,12 @@ def _layer_map(
         **codec_map(layer, config.page_size),
         **_original_dims(layer),
         **({"sink_logits": True} if layer.sink_logits else {}),
+        **({"kv_scales": _tensor(layer.kv_scales, device)} if layer.kv_scales else {}),
     }
+
+
+def _tensor(values: Any, device: tvm.runtime.Device) -> tvm.runtime.Tensor:
+    return tvm.runtime.tensor(np.array(values, np.float32), device=device)
 
 
 def codec_map(layer: ResolvedLayer, page_size: int) -> dict[str, dict[str, str | int]]:

@@ -11,6 +11,7 @@ from .alibi import freeze_slopes
 from .dtypes import check_kv_dtype
 from .recurrent_config import ConvConfig, RecurrentConfig
 from .rope_config import RopeConfig
+from .static_scales import freeze_scales
 
 WINDOW_KINDS = ("mha_sliding", "mha_chunked")
 MHA_KINDS = ("mha", *WINDOW_KINDS)
@@ -60,6 +61,11 @@ class LayerSpec:
         Whether the layer has learned sinks: its attention kernels take the `sink_logits` of
         `KVCache.attention` then. Without it, sinks are a pass after attention, and impossible for
         "mla".
+    kv_scales : (float or sequence of float, float or sequence of float), optional
+        Static scales of K and of V, as of checkpoints that were calibrated for 8-bit pages: for all
+        KV heads, or for each. A value is kept as the code nearest to it divided by the scale, and
+        cut off where there is none so large. None: each row has a scale of its own. For layers
+        with K and V in "int8" or "float8_e4m3fn".
     recurrent : RecurrentConfig, optional
         The state of a "recurrent" layer.
     conv : ConvConfig, optional
@@ -87,6 +93,7 @@ class LayerSpec:
     lists: bool = False
     page_bounds: bool = False
     sink_logits: bool = False
+    kv_scales: Sequence[float | Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -123,6 +130,12 @@ class LayerSpec:
             raise ValueError(
                 f"layer.sink_logits is for kinds {', '.join(ATTENTION_KINDS)}, not {self.kind!r}"
             )
+        if self.kv_scales is not None:
+            object.__setattr__(self, "kv_scales", freeze_scales("layer.kv_scales", self.kv_scales))
+            if self.kind not in MHA_KINDS:
+                raise ValueError(
+                    f"layer.kv_scales is for kinds {', '.join(MHA_KINDS)}, not {self.kind!r}"
+                )
         self._check_original_dims()
         self._check_states()
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .._checks import check_head_dim, check_int
 from .._codecs import KEY_CODECS, codec_of
@@ -13,17 +13,21 @@ from .dtypes import ITEMSIZE
 from .layer_spec import KV_KINDS, LATENT_KINDS, MHA_KINDS, LayerSpec
 from .recurrent_config import ConvConfig, RecurrentConfig
 from .rope_config import RopeConfig
+from .static_scales import resolve_scales
 
 if TYPE_CHECKING:
     from tir_kernels.codec import Codec, CodecPair
+
+    from .static_scales import Scales
 
 
 @dataclass(frozen=True)
 class ResolvedLayer:
     """A `LayerSpec` whose fields have the values that the layer's kernels and pages are made for.
 
-    The fields are those of `LayerSpec`. `alibi` is one slope per query head, or None; `kv_dtype` is
-    None for layers that keep no K and V; fields of other kinds are None.
+    The fields are those of `LayerSpec`. `alibi` is one slope per query head, or None; `kv_scales`
+    are those of K, then of V, of each KV head; `kv_dtype` is None for layers that keep no K and V;
+    fields of other kinds are None.
     """
 
     kind: str
@@ -42,6 +46,7 @@ class ResolvedLayer:
     lists: bool = False
     page_bounds: bool = False
     sink_logits: bool = False
+    kv_scales: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def keeps_kv(self) -> bool:
@@ -120,6 +125,7 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
         lists=layer.lists,
         page_bounds=layer.page_bounds,
         sink_logits=layer.sink_logits,
+        kv_scales=_scales(index, layer, said["num_kv_heads"]),
         **said,
     )
     _check_codec(index, resolved)
@@ -166,6 +172,13 @@ def _check_rope(rope: RopeConfig, qk_head_dim: int) -> None:
         raise ValueError(f"rope.rotary_dim ({rope.rotary_dim}) exceeds qk_head_dim ({qk_head_dim})")
 
 
+def _scales(index: int, layer: LayerSpec, num_heads: int) -> tuple[tuple[float, ...], ...] | None:
+    if layer.kv_scales is None:
+        return None
+    scales = cast("Scales", layer.kv_scales)  # as `LayerSpec` has frozen them
+    return resolve_scales(f"layers[{index}].kv_scales", scales, num_heads)
+
+
 def _slopes(
     index: int, layer: LayerSpec, defaults: LayerSpec, num_heads: int
 ) -> tuple[float, ...] | None:
@@ -207,8 +220,18 @@ def _check_lists(index: int, layer: ResolvedLayer) -> None:
         )
 
 
+def _is_eight_bits(layer: ResolvedLayer) -> bool:
+    codec = layer.codec
+    return codec is not None and {codec.k.name, codec.v.name} <= set(KEY_CODECS)
+
+
 def _check_codec(index: int, layer: ResolvedLayer) -> None:
     """Raise a ValueError if rows of the layer cannot be quantized as it says."""
+    if layer.kv_scales is not None and not _is_eight_bits(layer):
+        raise ValueError(
+            f'layer {index}: kv_scales are for kv_dtype "int8" or "float8_e4m3fn", whose rows have '
+            f"one scale, got {layer.kv_dtype!r}"
+        )
     if layer.codec is None:
         return
     if layer.kind != "mla" and layer.v_head_dim != layer.qk_head_dim:

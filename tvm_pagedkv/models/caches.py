@@ -133,6 +133,9 @@ def cache_config(
     for index, _ in options.budgets:
         at = index * config.layers_per_block
         layers[at] = replace(layers[at], page_bounds=True)
+    for index, scales in options.kv_scales:
+        at = index * config.layers_per_block
+        layers[at] = replace(layers[at], kv_scales=scales)
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
     return KVCacheConfig(
         num_layers=len(layers),

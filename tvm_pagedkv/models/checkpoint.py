@@ -123,7 +123,8 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path}: tensor {name} has shape {list(found)}; expected {list(expected)}"
             )
-        tensor = stored[:] if expert is None else stored[expert[0]]
+        reader = self._readers[name]
+        tensor = reader.get_tensor(name) if expert is None else stored[expert[0]]
         if str(tensor.dtype) not in types:
             raise ValueError(
                 f"{self.path}: tensor {name} has type {tensor.dtype}; expected one of "

@@ -26,6 +26,7 @@ def export_model(
     page_size: int = 16,
     kv_dtype: str | None = None,
     state_dtype: str = "float32",
+    kv_scales: str = "row",
     weights: str = "auto",
     target: str | None = None,
     progress: Callable[[str], None] | None = None,
@@ -39,7 +40,7 @@ def export_model(
 
     Parameters
     ----------
-    model, dtype, page_size, kv_dtype, state_dtype, weights
+    model, dtype, page_size, kv_dtype, state_dtype, kv_scales, weights
         As `DecoderModel.from_pretrained` takes them.
     path : str or Path
         A folder that does not exist, or is empty.
@@ -69,6 +70,7 @@ def export_model(
         page_size=page_size,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
+        kv_scales=kv_scales,
         weights=weights,
         target=target,
         progress=progress,

@@ -30,6 +30,7 @@ from .decoder import build_module
 from .default_dtype import default_dtype
 from .options import BuildOptions, check_states, layer_budgets
 from .source import ModelSource, open_model
+from .static_scales import layer_scales
 from .tokens import check_batch, check_tokens
 from .weight_choice import check_weights, with_formats
 from .weights import load_parameters, matrix_bytes
@@ -90,6 +91,7 @@ class DecoderModel:
         weights: str = "auto",
         attention_budget: int | None = None,
         state_dtype: str = "float32",
+        kv_scales: str = "row",
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
@@ -123,6 +125,9 @@ class DecoderModel:
             ``q . k``. Prefill attends to everything. None: so does decode.
         state_dtype : {"float32", "float16", "bfloat16"}
             Type of the states of recurrent layers, as for `RecurrentConfig`.
+        kv_scales : {"row", "checkpoint"}
+            By what "int8" and "float8_e4m3fn" of `kv_dtype` scale K and V: the largest value of
+            each row, or the static scales with which the checkpoint was calibrated.
         target : str or tvm.target.Target, optional
             A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional
@@ -138,12 +143,14 @@ class DecoderModel:
             If the model or one of its files is missing.
         ValueError
             If the architecture is unknown, or a tensor is missing or has the wrong shape, or if a
-            budget is too small, or the model has no layer for it, or for a `state_dtype`.
+            budget is too small, or the model has no layer for it, or for a `state_dtype`, or if the
+            checkpoint has no `kv_scales`.
         RuntimeError
             If compiling or linking fails.
         """
         check_weights(weights)
         source, config = read_model(model, dtype)
+        tensors = source.tensors()
         options = BuildOptions(
             dtype or default_dtype(config, vector_target(target)),
             page_size,
@@ -152,10 +159,10 @@ class DecoderModel:
             kv_dtype=kv_dtype,
             state_dtype=state_dtype,
             budgets=layer_budgets(config, attention_budget, page_size),
+            kv_scales=layer_scales(config, tensors, kv_scales),
         )
         check_states(config, state_dtype)
         check_cache(source, config, options)
-        tensors = source.tensors()
         options = with_formats(options, config, tensors, weights)
         tokenizer = load_tokenizer(source, config)
         template, sampling = source.chat_template(), source.sampling()
@@ -361,7 +368,7 @@ def executable_file(
     versions = code_versions(*_SOURCES)
     key = [
         repr(config.without_cache()),
-        repr(replace(options, kv_dtype=None, state_dtype="float32")),
+        repr(replace(options, kv_dtype=None, state_dtype="float32", kv_scales=())),
         *versions,
     ]
     return library_file(key, compile_model)

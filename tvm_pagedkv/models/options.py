@@ -14,6 +14,7 @@ from .._checks import check_choice, check_int
 from ..compiler import vector_target
 from ..config import DTYPES
 from .config import DecoderConfig
+from .static_scales import LayerScales
 from .weight_formats import FORMATS, WeightFormat
 
 
@@ -32,6 +33,7 @@ class BuildOptions:
     state_dtype: str = "float32"  # of the states of recurrent layers
     # Layers whose decode steps attend within a budget of positions, and this budget.
     budgets: tuple[tuple[int, int], ...] = ()
+    kv_scales: LayerScales = ()  # static scales of layers; none: each row has its own
     formats: tuple[tuple[str, str], ...] = ()  # name of each quantized weight, and its format
 
     @property
@@ -48,9 +50,10 @@ class BuildOptions:
     def precision(self) -> str:
         """Return a name for what K and V depend on besides the model: types and budgets."""
         state_dtype = self.state_dtype if self.state_dtype != "float32" else ""
-        if not self.formats and not self.budgets and not state_dtype:
+        parts = [repr(each) for each in (self.budgets, self.kv_scales) if each]
+        if not self.formats and not parts and not state_dtype:
             return self.dtype
-        others = repr(self.formats) + (repr(self.budgets) if self.budgets else "") + state_dtype
+        others = "".join([repr(self.formats), *parts, state_dtype])
         return f"{self.dtype} {hashlib.sha256(others.encode()).hexdigest()[:16]}"
 
     def layers_of(self, config: DecoderConfig) -> range:

@@ -31,6 +31,7 @@ from .packed import packed_matrix
 from .per_layer import per_layer_embedding_weights, per_layer_input_weights
 from .shared_kv import shared_attention_weights
 from .source import Tensors
+from .static_scales import is_scale
 from .weight_formats import QuantizedRows, WeightFormat, concatenate, quantize
 from .weight_parts import Output, Part, Weight, columns, halves, rows, slices, vector
 
@@ -245,7 +246,6 @@ def _read(
         raise ValueError(f"{checkpoint.path}: tensor {part.name}: {error}") from None
 
 
-_SCALES_OF_KV = re.compile(r"\.(k|v|kv|q|prob)_scale$")  # one tensor for a head, or for all
 _OF_KV = re.compile(r"\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)$")
 
 
@@ -255,7 +255,7 @@ def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
     An unused bias or norm means that the checkpoint is of another kind, and results would be wrong.
     RoPE tables, which some older files have, are not weights; and layers that attend to the K and V
     of others may have projections and norms of K and V that were never trained. Static scales of K
-    and V are not needed either: rows in quantized pages have scales of their own.
+    and V are for caches, if at all: see `layer_scales`.
     """
     known = {
         part.name for _, each in weights(config, range(config.num_layers)) for part in each.parts
@@ -266,7 +266,7 @@ def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
             continue
         if config.source_of(int(layer[1])) is not None and _OF_KV.search(name):
             continue
-        if _SCALES_OF_KV.search(name):
+        if is_scale(name):
             continue
         if int(layer[1]) >= config.num_layers and config.has_draft_layers:
             continue

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.target import Target
@@ -32,6 +33,18 @@ def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
         if layer.kind not in ("linear", "index") and layer.kv_dtype != config.dtype:
             types[name] = _page_type(config, layer)
     return types
+
+
+def static_scales(config: ResolvedConfig) -> np.ndarray | None:
+    """Return the scales of all layers, ones where a layer has no K and V; None: there are none."""
+    found = {i: layer.kv_scales for i, layer in enumerate(config.layers) if layer.kv_scales}
+    if not found:
+        return None
+    shape = np.shape(next(iter(found.values())))
+    scales = np.ones((len(config.layers), *shape), "float32")
+    for layer, own in found.items():
+        scales[layer] = own
+    return scales
 
 
 def _page_type(config: ResolvedConfig, layer: ResolvedLayer) -> relax.Expr:
@@ -93,6 +106,8 @@ class ConstructorKernels:
     layer_ropes : sequence of LayerRope
         Where layers differ in more than the mode of their rotations.
     index_lanes : IndexLanes, optional
+    kv_scales : float32 array ``[layers, 2, KV heads]``, optional
+        Static scales.
     """
 
     def __init__(
@@ -104,10 +119,11 @@ class ConstructorKernels:
         page_types: dict[str, relax.Expr],
         layer_ropes: Sequence[LayerRope] = (),
         index_lanes: IndexLanes | None = None,
+        kv_scales: np.ndarray | None = None,
     ):
         self.tag, self.window, self.kinds = tag, window, set(specs)
         self.page_types, self.layer_ropes = page_types, layer_ropes
-        self.index_lanes = index_lanes
+        self.index_lanes, self.kv_scales = index_lanes, kv_scales
         # None if there are no such layers; callers check.
         self.mla = cast(KernelSpec, specs.get("mla"))
         self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
@@ -231,9 +247,13 @@ class ConstructorKernels:
         values = {name: self._function(name, spec) for name, spec in specs.items()}
         if (self.mha or self.mla).sink_logits:  # whose kernels take them
             values["sink_logits"] = relax.prim_value(1)
-        others = [("rope", rope.expression(self._function)) for rope in self.layer_ropes]
+        others: list[tuple[str, relax.Expr]] = [
+            ("rope", rope.expression(self._function)) for rope in self.layer_ropes
+        ]
         if self.index_lanes is not None:
             others.append(("index", self.index_lanes.expression(self._function)))
+        if self.kv_scales is not None:
+            others.append(("kv_scales", relax.const(self.kv_scales)))
         return [
             each
             for name, value in [*(self.page_types | values | self._cpu()).items(), *others]

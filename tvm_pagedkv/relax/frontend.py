@@ -24,7 +24,7 @@ from ..config import (
     ResolvedLayer,
     RopeConfig,
 )
-from .constructor_kernels import ConstructorKernels, IndexLanes, page_types
+from .constructor_kernels import ConstructorKernels, IndexLanes, page_types, static_scales
 from .frontend_methods import PagedKVCacheObject
 from .layer_ropes import base_rope, common_ropes, layer_ropes_of, mode_number, own_ropes
 from .model_kernels import link_when_finalized
@@ -122,6 +122,9 @@ class PagedKVCache(PagedKVCacheObject):
         `kv_dtype`. They are on CPUs only.
     sink_logits : bool
         Whether all attention layers have learned sinks, as for `LayerSpec`.
+    kv_scales : sequence of pairs, optional
+        Static scales of K and of V of each layer, as for `LayerSpec`: for runtime "pagedkv", and
+        models whose layers have K and V; entries of "linear" layers are None.
     spans : bool
         Whether steps can have spans whose rows see to the span's end, as for `KVCacheConfig`.
     runtime : {"pagedkv", "stock"}
@@ -179,6 +182,7 @@ class PagedKVCache(PagedKVCacheObject):
         page_bounds: bool = False,
         index_lane: LayerSpec | None = None,
         sink_logits: bool = False,
+        kv_scales: Sequence[Any] | None = None,
         spans: bool = False,
         runtime: str = "pagedkv",
     ) -> None:
@@ -219,6 +223,7 @@ class PagedKVCache(PagedKVCacheObject):
                 "page_bounds need runtime 'pagedkv', a CPU, and layers of kind 'mha'; got runtime "
                 f"{runtime!r}, target {target.kind.name} and kinds {sorted(set(kinds))}"
             )
+        scales = _scales_of_layers(kinds, kv_scales, runtime)
         if sink_logits and runtime == "stock":
             raise ValueError("sink_logits need runtime 'pagedkv': the stock runtime has none")
         if is_cuda(target):
@@ -257,8 +262,9 @@ class PagedKVCache(PagedKVCacheObject):
                     lists=lists and kind in ("mha", "mla"),
                     page_bounds=page_bounds,
                     sink_logits=sink_logits and kind != "linear",
+                    kv_scales=own_scales,
                 )
-                for kind, own in zip(kinds, ropes, strict=True)
+                for kind, own, own_scales in zip(kinds, ropes, scales, strict=True)
             ],
             # Layers with a window of their own ignore those of sequences.
             sliding_window=has_windows and not {"mla", "mha_chunked"} & set(kinds),
@@ -292,6 +298,7 @@ class PagedKVCache(PagedKVCacheObject):
             if layer_ropes is not None
             else (),
             IndexLanes.of(config, target),
+            static_scales(config),
         )
         builder = relax.BlockBuilder.current()
         if builder is None:
@@ -352,6 +359,23 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
         if kind not in _KIND_NUMBERS:
             raise ValueError(f"attn_kind must be of {', '.join(_KIND_NUMBERS)}; got {kind!r}")
     return kinds
+
+
+def _scales_of_layers(kinds: list[str], scales: Sequence[Any] | None, runtime: str) -> list[Any]:
+    """Return the static scales of each layer; a ValueError where not all layers with K and V do."""
+    if scales is None:
+        return [None] * len(kinds)
+    if runtime == "stock":
+        raise ValueError("kv_scales need runtime 'pagedkv': pages of the stock runtime have none")
+    if len(scales) != len(kinds):
+        raise ValueError(f"kv_scales has {len(scales)} entries for {len(kinds)} layers")
+    for kind, own in zip(kinds, scales, strict=True):
+        if (own is not None) != (kind in MHA_KINDS):
+            raise ValueError(
+                "kv_scales are for all layers with K and V, which share kernels, and for no "
+                f"others; got {own!r} for a layer of kind {kind!r}"
+            )
+    return list(scales)
 
 
 def _check_index_lane(

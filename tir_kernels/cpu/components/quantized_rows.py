@@ -53,10 +53,12 @@ class QuantizedRows:
     ----------
     pages : QuantizedPages
         Those of the rows' plane.
+    static : float32 Buffer ``[2, Hk]``, optional
+        Scales of K and V of each head; None: each group of a row has one of its own.
     """
 
-    def __init__(self, pages: QuantizedPages):
-        self.pages, self.codec = pages, pages.codec
+    def __init__(self, pages: QuantizedPages, static=None):
+        self.pages, self.codec, self.static = pages, pages.codec, static
         self.can_pack = packing.can_pack(pages.spec.target)
         self.factors = _factors(pages)
 
@@ -72,7 +74,9 @@ class QuantizedRows:
             batch = groups[first : first + lanes]
             keys = [_largest(codec, numbers, begin, end, lanes) for begin, end in batch]
             factor = self.factors and self.factors[first : first + lanes]
-            scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch), factor)
+            given = None if self.static is None else self.static[row[1], row[2]]
+            key = reduce_each(keys, lanes, maximum, "uint32")
+            scale = _Scale(codec, key, len(batch), factor, given)
             store(inverse, (first,), scale.lanes, scale.inverse)
             unknown = [inverse[first + i] == 0 for i in range(len(batch))]
             _clear_unknown(numbers, batch, unknown, lanes)
@@ -95,7 +99,11 @@ class QuantizedRows:
             if codec.is_packed:
                 return temp(load(numbers, (column,), n), n)
             factor = broadcast(inverse[pages.group_of(column)], n)
-            return temp(load(numbers, (column,), n) * factor, n)
+            value = temp(load(numbers, (column,), n) * factor, n)
+            if self.static is None:
+                return value
+            lowest, highest = (constant(sign * codec.limit, n) for sign in (-1, 1))
+            return temp(T.min(T.max(value, lowest), highest), n)
 
         half = pages.spec.qk_head_dim // 2
         behind = (0, half) if codec.is_packed else (0,)  # columns of a byte
@@ -238,9 +246,13 @@ class _Scale:
     num_groups : int
     factors : sequence of float, optional
         What the values of each group have to be multiplied with first.
+    given : float32 expression, optional
+        The scale of all groups that are finite.
     """
 
-    def __init__(self, codec: Codec, key, num_groups: int, factors: Sequence | None = None):
+    def __init__(
+        self, codec: Codec, key, num_groups: int, factors: Sequence | None = None, given=None
+    ):
         self.lanes = lanes = next_power_of_two(num_groups)
         self.has_words = codec.scale_dtype == "bfloat16"
         key = temp(key, lanes, "uint32")
@@ -256,7 +268,11 @@ class _Scale:
         if factors:
             factors = temp(literal([*factors, *[1.0] * (lanes - num_groups)]), lanes)
             extreme = extreme * factors
-        bits = self._rounded(extreme / constant(codec.limit, lanes))
+        if given is None:
+            scale = extreme / constant(codec.limit, lanes)
+        else:
+            scale = broadcast(given, lanes)
+        bits = self._rounded(scale)
         scale = T.reinterpret(number, bits)
         magnitude = T.bitwise_and(bits, integer(0x7FFFFFFF))
         is_known = T.And(is_finite, magnitude >= integer(_SMALLEST_NORMAL))

@@ -114,16 +114,18 @@ class RowCopy:
     ----------
     worker : Worker
     source, sink : Buffer or QuantizedPages, or both `TwoWidths`
+    scales : float32 Buffer, optional
+        As `QuantizedRows` takes them.
     """
 
-    def __init__(self, worker: Worker, source, sink):
+    def __init__(self, worker: Worker, source, sink, scales=None):
         self.source, self.sink, self.lanes = source, sink, worker.lanes
         self.reads_codes, self.writes_codes = (
             isinstance(pages, QuantizedPages) for pages in (source, sink)
         )
         pages = sink if self.writes_codes else source
         if self.reads_codes or self.writes_codes:
-            self.quantized, self.width = QuantizedRows(pages), pages.spec.qk_head_dim
+            self.quantized, self.width = QuantizedRows(pages, scales), pages.spec.qk_head_dim
 
     def rows(self, count):
         """Loop over the rows of an item."""
@@ -200,12 +202,14 @@ class RowRotation:
     worker : Worker
     source : Buffer
     sink : Buffer or QuantizedPages
+    scales : float32 Buffer, optional
+        As `QuantizedRows` takes them.
     """
 
-    def __init__(self, worker: Worker, source, sink):
+    def __init__(self, worker: Worker, source, sink, scales=None):
         self.source, self.sink, self.lanes = source, sink, worker.lanes
         self.numbers, self.rotary_dim = worker.numbers, worker.spec.rope.rotary_dim
-        self.quantized = QuantizedRows(sink) if isinstance(sink, QuantizedPages) else None
+        self.quantized = QuantizedRows(sink, scales) if isinstance(sink, QuantizedPages) else None
         self.width = worker.spec.qk_head_dim
 
     def rows(self, count):

@@ -72,10 +72,12 @@ class QuantizedRows:
     Parameters
     ----------
     pages : QuantizedPages
+    static : float32 Buffer ``[2, Hk]``, optional
+        Scales of K and V of each head; None: each group of a row has one of its own.
     """
 
-    def __init__(self, pages: QuantizedPages):
-        self.pages, self.codec = pages, pages.codec
+    def __init__(self, pages: QuantizedPages, static=None):
+        self.pages, self.codec, self.static = pages, pages.codec, static
 
     def quantize(self, row: Sequence, rows, source_row: Sequence, worker) -> None:
         """Quantize ``rows.load_run(source_row, column, count)`` into row `row`."""
@@ -86,7 +88,8 @@ class QuantizedRows:
         for group, (begin, end) in enumerate(pages.groups):
             runs = Runs(begin, end, RUN, lane)
             runs.load(rows, source_row)
-            scale = _Scale(self.codec, _largest(runs.values, WARP))
+            given = None if self.static is None else self.static[row[1], row[2]]
+            scale = _Scale(self.codec, _largest(runs.values, WARP), given)
             with T.If(lane == 0), T.Then():
                 scale.store(pages, row, group)
             for turn, column in runs.each():
@@ -189,16 +192,19 @@ def _divide(a, b):
 
 
 class _Scale:
-    """The scale of a group whose largest value has the key `key`, and the codes of its values."""
+    """The scale of a group whose largest value has the key `key`, and the codes of its values.
 
-    def __init__(self, codec: Codec, key):
+    It is `given` if there is such a one, but of groups that are not finite.
+    """
+
+    def __init__(self, codec: Codec, key, given=None):
         self.codec = codec
         is_finite = key < T.uint32(_INFINITE)
         magnitude = T.shift_right(key, T.uint32(1))
         sign = T.shift_left(T.bitwise_and(key, T.uint32(1)), T.uint32(31))
         extreme = magnitude if codec.limit > 0 else T.bitwise_or(magnitude, sign)
         quotient = _divide(T.reinterpret(F32, extreme), T.float32(codec.limit))
-        bits = self._rounded(quotient)
+        bits = self._rounded(quotient if given is None else given)
         exponent = T.bitwise_and(bits, T.uint32(0x7F800000))
         self.is_known = scalars.temp(T.cast(T.And(is_finite, exponent != T.uint32(0)), I32), 1, I32)
         not_a_number = T.if_then_else(is_finite, T.uint32(0), T.uint32(0x7FC00000))

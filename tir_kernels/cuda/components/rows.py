@@ -32,9 +32,11 @@ class RowCopy:
     ----------
     worker : Worker
     source, sink : Buffer or QuantizedPages, or both `TwoWidths`
+    scales : float32 Buffer, optional
+        As `QuantizedRows` takes them.
     """
 
-    def __init__(self, worker: Worker, source, sink):
+    def __init__(self, worker: Worker, source, sink, scales=None):
         self.worker, self.source, self.sink = worker, source, sink
         self.reads_codes, self.writes_codes = (
             isinstance(pages, QuantizedPages) for pages in (source, sink)
@@ -44,7 +46,7 @@ class RowCopy:
             arrays = [x.codes if self.reads_codes else rows_of(x, K_PLANE) for x in (source, sink)]
             self.teams = Teams(worker, _num_runs(*arrays))
         else:
-            self.quantized = QuantizedRows(sink if self.writes_codes else source)
+            self.quantized = QuantizedRows(sink if self.writes_codes else source, scales)
 
     def rows(self, count):
         """Loop over the rows of an item, which teams of threads or warps share."""
@@ -106,16 +108,18 @@ class RowRotation:
     worker : Worker
     source : Buffer
     sink : Buffer or QuantizedPages
+    scales : float32 Buffer, optional
+        As `QuantizedRows` takes them.
     """
 
-    def __init__(self, worker: Worker, source, sink):
+    def __init__(self, worker: Worker, source, sink, scales=None):
         self.worker, self.source, self.sink = worker, source, sink
         self.rotary_dim = worker.spec.rope.rotary_dim
         self.half = self.rotary_dim // 2
         self.length = run_length(self.half)
         self.writes_codes = isinstance(sink, QuantizedPages)
         if self.writes_codes:
-            self.quantized = QuantizedRows(sink)
+            self.quantized = QuantizedRows(sink, scales)
         else:
             self.teams = Teams(worker, self.half // self.length or _num_runs(source, sink))
 

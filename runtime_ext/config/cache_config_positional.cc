@@ -155,6 +155,7 @@ std::vector<RopeMode> RopeModes(const ffi::AnyView& value, size_t num_layers) {
 // Behind those of the stock cache.
 constexpr int64_t kChunkedKind = 4;
 constexpr int64_t kIndexKind = 5;
+constexpr int64_t kSlidingMLAKind = 6;
 
 int64_t PositionalWindow(const ffi::Shape& sizes) {
   if (sizes.size() < 6) {
@@ -216,12 +217,17 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   // Front ends pass a number when there are no factors.
   if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
 
-  result.ignores_sequence_windows = Holds(kinds, {3, kChunkedKind});
+  result.ignores_sequence_windows = Holds(kinds, {3, kChunkedKind, kSlidingMLAKind});
   result.has_sequence_windows = has_windows && !result.ignores_sequence_windows;
   result.CheckSizes();
   GiveSparePages(&result);
-  const bool has_mha = Holds(kinds, {0, 3, kChunkedKind}), has_mla = Holds(kinds, {1});
+  const bool has_mha = Holds(kinds, {0, 3, kChunkedKind});
+  const bool has_mla = Holds(kinds, {1, kSlidingMLAKind});
   const bool is_mixed = has_mha && has_mla;
+  if (has_mha && Holds(kinds, {kSlidingMLAKind})) {
+    Raise(kValueError, "argument 6 (attention kinds) has MLA layers with a window (",
+          kSlidingMLAKind, ") beside layers with K and V, whose kernels have the same names");
+  }
   auto with_kernels = [&](LayerKind kind) {
     LayerConfig layer = PositionalLayer(args, kind, is_mixed);
     layer.page_dtype = result.dtype;
@@ -237,14 +243,15 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   linear.page_dtype = result.dtype;
   for (size_t i = 0; i < kinds.size(); ++i) {
     const int64_t kind = kinds[i];
-    if (kind < 0 || kind > kIndexKind) {
+    if (kind < 0 || kind > kSlidingMLAKind) {
       Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
     }
     if (kind == kIndexKind) {
       result.layers.push_back(lane);
       continue;
     }
-    result.layers.push_back(kind == 1 ? mla : kind == 2 ? linear : mha);
+    const bool is_mla = kind == 1 || kind == kSlidingMLAKind;
+    result.layers.push_back(is_mla ? mla : kind == 2 ? linear : mha);
     result.layers.back().rope_mode = rope_modes[i];
     result.layers.back().is_chunked = kind == kChunkedKind;
     if (kind >= 3) result.layers.back().window = PositionalWindow(sizes);

@@ -157,7 +157,7 @@ void SetScales(const ffi::AnyView& value, CacheConfig* config) {
     if (!name || *name != "kv_scales") continue;
     scales = (*array)[i + 1].as<ffi::Tensor>();
     const auto num_layers = static_cast<int64_t>(config->layers.size());
-    if (!scales || scales->ndim() != 3 || scales->size(0) != num_layers) {
+    if (!scales || !scales->defined() || scales->ndim() != 3 || scales->size(0) != num_layers) {
       Raise(kTypeError, "argument 24 needs kv_scales: a tensor [layers, 2, KV heads]");
     }
   }

@@ -205,7 +205,8 @@ POSITIONAL = {
     "kinds": {
         "none": None, "empty": Shape([]), "one": Shape([0]), "unknown": Shape([0, 4]),
         "low": Shape([0, -(2**63)]), "wide": Shape([0, 2**32]), "sliding": Shape([3, 3]),
-        "mla": Shape([1, 1]), "index": Shape([0, 5]), "last": Shape([0, 6]),
+        "mla": Shape([1, 1]), "index": Shape([0, 5]), "last": Shape([0, 7]),
+        "windows_of_mla": Shape([6, 6]), "windows_of_mla_beside_mha": Shape([0, 6]),
     },
     "transfer": {"text": "yes", "array": []},
     "mode": {"negative": -1, "three": 3, "wide": 2**32} | NO_INT,
@@ -243,6 +244,33 @@ def test_hostile_positional_creation(runtime):
 
     failed = failures(cases())
     assert not failed, f"{len(failed)} cases\n" + "\n".join(failed[:20])
+
+
+def test_hostile_static_scales():
+    """Scales of K and V, which come by name, of layers in quantized pages."""
+    codec = ["int8", 8, 4, 832, 1]  # of 64 rows of 8 values
+    create = tvm_ffi.get_global_func(MODEL_CONSTRUCTORS["pagedkv"])
+    own = {name: ["pagedkv", print] for name in ("prefill", "decode", "prefill_ragged")}
+
+    def arguments(value: Any, codec: list | str = codec) -> list[Any]:
+        rotary = ["pagedkv", print, print, 16, "kv_dtype", codec, "kv_scales", value]
+        return positional(split_rotary=rotary, **own)
+
+    scales = np.ones((2, 2, 2), "float32")
+    create(*arguments(made(scales)))
+    wrong = {
+        "none": None, "number": 1.0, "text": "x", "empty": [], "few_layers": scales[:1],
+        "many_layers": np.ones((3, 2, 2), "float32"), "planes": np.ones((2, 1, 2), "float32"),
+        "heads": np.ones((2, 2, 3), "float32"), "flat": scales[0], "half": scales.astype("float16"),
+    }  # fmt: skip
+    cases = [
+        (name, lambda value=value: refused(ERRORS, create, *arguments(made(value))))
+        for name, value in wrong.items()
+    ]
+    cases.append(
+        ("plain pages", lambda: refused(ERRORS, create, *arguments(made(scales), "float16")))
+    )
+    assert failures(cases) == []
 
 
 def test_hostile_index_lanes():

@@ -133,7 +133,9 @@ def _compile(attn_kind="mla", **extra) -> relax.VirtualMachine:
     return relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
 
 
-def _check(vm: relax.VirtualMachine, page_size: int = 16, has_trees: bool = True) -> None:
+def _check(
+    vm: relax.VirtualMachine, page_size: int = 16, has_trees: bool = True, windows=None
+) -> None:
     # In a step with trees cross attention alone covers the rows of the step as well.
     trees = (
         ([5, 3], "extend", [-1, 0, 0, -1, 2, -1, 0, 0]),
@@ -147,7 +149,7 @@ def _check(vm: relax.VirtualMachine, page_size: int = 16, has_trees: bool = True
     w_k = rng.standard_normal((HEADS, NOPE, CKV)) / 4
     w_v = rng.standard_normal((HEADS, V_DIM, CKV)) / 4
     weight = tvm.runtime.tensor(w_v.transpose(0, 2, 1).astype("float32").copy())
-    expected = reference.ReferenceLatentCache(NUM_LAYERS, np.float32)
+    expected = reference.ReferenceLatentCache(NUM_LAYERS, np.float32, windows=windows)
     for seq_id in (0, 1):
         cache.add_sequence(seq_id)
         expected.add_sequence(seq_id)
@@ -187,6 +189,19 @@ def _check(vm: relax.VirtualMachine, page_size: int = 16, has_trees: bool = True
 @pytest.mark.parametrize("attn_kind", ["mla", ["mla", "mla"]], ids=["one", "list"])
 def test_model_gives_what_the_reference_gives(attn_kind):
     _check(_compile(attn_kind))
+
+
+@pytest.mark.parametrize("kinds", [["mla_sliding", "mla"], "mla_sliding"], ids=["some", "all"])
+def test_layers_with_a_window(kinds):
+    windows = [9, None] if isinstance(kinds, list) else [9, 9]
+    _check(_compile(kinds, layer_sliding_window_size=9), windows=windows)
+
+
+def test_layers_with_a_window_that_cannot_be():
+    with pytest.raises(ValueError, match="'mla_sliding' layers need runtime 'pagedkv'"):
+        _compile("mla_sliding", runtime="stock")
+    with pytest.raises(ValueError, match="no layers of kind 'mha' beside them"):
+        _compile(["mla_sliding", "mha"])
 
 
 def test_kernels_without_tags_of_ours():

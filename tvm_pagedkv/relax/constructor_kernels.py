@@ -125,7 +125,7 @@ class ConstructorKernels:
         self.page_types, self.layer_ropes = page_types, layer_ropes
         self.index_lanes, self.kv_scales = index_lanes, kv_scales
         # None if there are no such layers; callers check.
-        self.mla = cast(KernelSpec, specs.get("mla"))
+        self.mla = cast(KernelSpec, specs.get("mla", specs.get("mla_sliding")))
         self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
         self._target = target
         self._listed = ModelKernels(
@@ -235,8 +235,11 @@ class ConstructorKernels:
                 specs[name] = self.mha
             if self.mha.spans:
                 specs["prefill_spans_sliding"] = self.mha
-        if self.mla:
+        if self.mla and self.kinds & {"mla"}:
             specs |= {"mla_prefill_shared": self.mla, "mla_tree": self.mla}
+        if "mla_sliding" in self.kinds:
+            of_rows = "prefill_ragged_sliding", "tree_sliding"
+            specs |= dict.fromkeys(("mla_prefill_sliding", "mla_tree_sliding", *of_rows), self.mla)
         if not (self.mha and self.mla):  # whose pages differ
             specs["copy_pages"] = self.mha or self.mla
         if (self.mha or self.mla).lists:  # whose pages are alike

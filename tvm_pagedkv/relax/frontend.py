@@ -43,7 +43,10 @@ _KIND_NUMBERS = {
     "mha_sliding": int(AttnKind.MHA_SLIDING),
     "mha_chunked": 4,  # this and the next are known to runtime "pagedkv" only
     "index": 5,
+    "mla_sliding": 6,
 }
+_LATENT = {"mla", "mla_sliding"}
+_WITH_WINDOW = {*WINDOW_KINDS, "mla_sliding"}
 
 
 class PagedKVCache(PagedKVCacheObject):
@@ -61,9 +64,9 @@ class PagedKVCache(PagedKVCacheObject):
     ----------
     attn_kind : str or list of str
         One kind for all layers, or one per layer: "mha", "mha_sliding", "mha_chunked" (for runtime
-        "pagedkv"), "mla", "index" (for runtime "pagedkv", with `index_lane`), or "linear", which
-        keeps no K and V. In a model with "mla" layers, the heads of other layers are as wide as a
-        latent row.
+        "pagedkv"), "mla", "mla_sliding" (for runtime "pagedkv"; not beside "mha" and its kind),
+        "index" (for runtime "pagedkv", with `index_lane`), or "linear", which keeps no K and V. In
+        a model with "mla" layers, the heads of other layers are as wide as a latent row.
     max_batch_size, max_total_seq_len, prefill_chunk_size : tirx.Var or int
         Capacities. Symbolic ones are given when the cache is created.
     page_size : tirx.Var or int
@@ -96,8 +99,8 @@ class PagedKVCache(PagedKVCacheObject):
     name : str
         Name of the Relax variable.
     layer_sliding_window_size : int
-        Window of the "mha_sliding" layers: positions that a row sees, its own included. In
-        "mha_chunked" layers, positions of a chunk.
+        Window of the "mha_sliding" and "mla_sliding" layers: positions that a row sees, its own
+        included. In "mha_chunked" layers, positions of a chunk.
     sliding_window_includes_self : bool, optional
         Whether windows of sequences count the query row itself, as for `KVCacheConfig`.
     kernel_page_size : int
@@ -210,6 +213,11 @@ class PagedKVCache(PagedKVCacheObject):
                 "the stock runtime has no layers that attend within chunks; choose runtime "
                 "'pagedkv'"
             )
+        if "mla_sliding" in kinds and (runtime == "stock" or {*MHA_KINDS} & {*kinds}):
+            raise ValueError(
+                "'mla_sliding' layers need runtime 'pagedkv', and no layers of kind 'mha' beside "
+                f"them; got runtime {runtime!r} and kinds {sorted(set(kinds))}"
+            )
         _check_index_lane(kinds, index_lane, runtime, target)
         rope = base_rope(ropes)
         is_mixed = "mla" in kinds and not set(MHA_KINDS).isdisjoint(kinds)
@@ -253,11 +261,11 @@ class PagedKVCache(PagedKVCacheObject):
                 index_lane
                 if kind == "index" and index_lane is not None
                 else LayerSpec(
-                    kind=kind,
-                    v_head_dim=None if kind == "mla" or "mla" not in kinds else qk_head_dim,
-                    window=layer_sliding_window_size if kind in WINDOW_KINDS else None,
-                    mla_original_qk_head_dim=mla_original_qk_head_dim if kind == "mla" else None,
-                    mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
+                    kind="mla" if kind in _LATENT else kind,
+                    v_head_dim=qk_head_dim if "mla" in kinds and kind not in _LATENT else None,
+                    window=layer_sliding_window_size if kind in _WITH_WINDOW else None,
+                    mla_original_qk_head_dim=mla_original_qk_head_dim if kind in _LATENT else None,
+                    mla_original_v_head_dim=mla_original_v_head_dim if kind in _LATENT else None,
                     rope=own,
                     lists=lists and kind in ("mha", "mla"),
                     page_bounds=page_bounds,
@@ -267,7 +275,7 @@ class PagedKVCache(PagedKVCacheObject):
                 for kind, own, own_scales in zip(kinds, ropes, scales, strict=True)
             ],
             # Layers with a window of their own ignore those of sequences.
-            sliding_window=has_windows and not {"mla", "mha_chunked"} & set(kinds),
+            sliding_window=has_windows and not {*_LATENT, "mha_chunked"} & set(kinds),
             sliding_window_includes_self=sliding_window_includes_self,
             logit_softcap=logit_softcap,
             alibi=alibi,

@@ -79,7 +79,8 @@ def create_cache(**arguments: Any) -> tvm_kv_cache.PagedKVCache:
             "mlc-llm makes its cache with other arguments than expected; unknown or missing: "
             f"{', '.join(sorted(differing))}. tvm_pagedkv.mlc was written for {TRIED_WITH}"
         )
-    scaling = arguments["rope_scaling"] or {}
+    has_rope = arguments["rope_mode"] != tvm_kv_cache.RopeMode.NONE  # or the model rotates
+    scaling = has_rope and arguments["rope_scaling"] or {}
     rope_type = scaling.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         warnings.warn(

@@ -14,6 +14,7 @@ from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.relax.frontend.nn import Tensor, op
 
 from .modules import find
 from .patches import Overlay, Patches
@@ -30,12 +31,16 @@ def bridge(patches: Patches) -> None:
     add_missing_tvm_names(patches)  # which importing mlc-llm needs
     skip_slow_schedules(patches, find("mlc_llm.compiler_pass.pipeline", "dl"))
     read_newer_configs(patches, find("mlc_llm.support.config", "ConfigBase").ConfigBase)
+    take_numbers_behind_outputs(patches)
 
 
 def add_missing_tvm_names(patches: Patches) -> None:
     """Give apache-tvm the names under which mlc-llm's sources look for its classes."""
     if hasattr(tvm.ir, "StringImm"):  # since 0.27, which removed it from Relax
         patches.set_missing(relax, "StringImm", tvm.ir.StringImm)
+    if hasattr(tvm, "s_tir"):  # where 0.27 has what passes for quantized weights match
+        for name in ("SBlock", "SBlockRealize"):
+            patches.set_missing(tvm.tirx, name, getattr(tvm.s_tir, name))
     patches.set_missing(
         relax,
         "Constant",
@@ -95,6 +100,33 @@ def skip_slow_schedules(patches: Patches, pipeline: Any) -> None:
             return None
 
     patches.set(pipeline, "dl", Overlay(dl, cpu=Overlay(dl.cpu, GEMV=GEMV)))
+
+
+def take_numbers_behind_outputs(patches: Patches) -> None:
+    """Let `tensor_ir_op` call kernels of mlc-llm that take numbers behind their outputs.
+
+    Kernels that take them where their call has them, as this apache-tvm wants it, stay as they are.
+    """
+    original = op.tensor_ir_op
+
+    def tensor_ir_op(func: tvm.tirx.PrimFunc, name_hint: str, args: Any, out: Any) -> Any:
+        return original(numbers_before_outputs(func, args), name_hint, args, out)
+
+    patches.set(op, "tensor_ir_op", tensor_ir_op)
+
+
+def numbers_before_outputs(func: tvm.tirx.PrimFunc, args: Any) -> tvm.tirx.PrimFunc:
+    """A kernel whose parameters are in the order of the arguments of its call, then the outputs."""
+    given = list(args) if isinstance(args, (tuple, list)) else [args]
+    if any(isinstance(each, relax.ShapeExpr) for each in given):
+        return func
+    is_number = [not isinstance(each, Tensor) for each in given]
+    params, count = list(func.params), sum(is_number)
+    if [isinstance(param.ty, tvm.ir.PrimType) for param in params[: len(given)]] == is_number:
+        return func
+    numbers, others = iter(params[-count:]), iter(params[:-count])
+    ordered = [next(numbers if n else others) for n in is_number]
+    return tvm.tirx.PrimFunc([*ordered, *others], func.body, func.ret_type, func.attrs)
 
 
 def read_newer_configs(patches: Patches, config_base: Any) -> None:

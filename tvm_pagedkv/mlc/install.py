@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from .dispatch import dispatch_to_our_cache
 from .drift import bridge
+from .experts import run_experts_on_cpus
 from .gated_delta import run_recurrent_layers_on_cpus
 from .model_config import keep_layer_windows, remember_compiled_model
 from .patches import Patches
@@ -24,6 +25,7 @@ class _Installation:
             keep_layer_windows(self._patches)
             copy_rnn_states(self._patches)
             run_recurrent_layers_on_cpus(self._patches)
+            run_experts_on_cpus(self._patches)
             compile_with_our_cache(self._patches, flashinfer)
             self._pools = WorkerPools()
         except BaseException:

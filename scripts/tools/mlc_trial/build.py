@@ -43,7 +43,13 @@ def ours() -> Iterator[None]:
         tvm_pagedkv.mlc.uninstall()
 
 
-def compile_model(mlc_name: str, config: dict[str, Any], output: Path, **overrides: Any) -> float:
+def compile_model(
+    mlc_name: str,
+    config: dict[str, Any],
+    output: Path,
+    quantization: str = "q0f32",
+    **overrides: Any,
+) -> float:
     """Compile a model of mlc-llm into a shared library; returns the seconds it took."""
     from mlc_llm.interface.compile import compile
     from mlc_llm.interface.compiler_flags import ModelConfigOverride, OptimizationFlags
@@ -58,7 +64,7 @@ def compile_model(mlc_name: str, config: dict[str, Any], output: Path, **overrid
     start = time.perf_counter()
     compile(
         config=copy.deepcopy(config),
-        quantization=QUANTIZATION["q0f32"],
+        quantization=QUANTIZATION[quantization],
         model_type=MODELS[mlc_name],
         target=target,
         opt=OptimizationFlags(),
@@ -81,11 +87,15 @@ def load_weights(family: Family, config: dict[str, Any], file: Path) -> list[tvm
     from mlc_llm.model import MODELS
     from mlc_llm.quantization import QUANTIZATION
 
-    model_type, quantization = MODELS[family.mlc_name], QUANTIZATION["q0f32"]
+    model_type, quantization = MODELS[family.mlc_name], QUANTIZATION[family.quantization]
     model_config = model_type.config.from_dict(copy.deepcopy(config))
-    model, _ = model_type.quantize["no-quant"](model_config, quantization)
+    model, codes = model_type.quantize[quantization.kind](model_config, quantization)
     _, named, _ = model.export_tvm(spec=model.get_default_spec(), allow_extern=True)
     mapping = model_type.source["huggingface-safetensor"](model_config, quantization)
-    loader = HuggingFaceLoader(path=file, extern_param_map=mapping)
-    weights = dict(loader.load(device=tvm.cpu()))
+    is_quantized = quantization.kind != "no-quant"
+    loader = HuggingFaceLoader(
+        path=file, extern_param_map=mapping, quantize_param_map=codes if is_quantized else None
+    )
+    with tvm.target.Target.from_device("cpu"):  # for which codes are computed
+        weights = dict(loader.load(device=tvm.cpu()))
     return [weights[name] for name, _ in named]

@@ -39,6 +39,52 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
 
 
+_DEEPSEEK = {
+    **_SIZE,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    **_rope(
+        "yarn",
+        factor=1.0,  # mlc-llm rotates by TVM's YaRN, whose upper half of dimensions is wrong
+        original_max_position_embeddings=1024,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        attention_factor=1.0,
+    ),
+}
+_LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LLAMA4 = {
+    **_GROUPED,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "intermediate_size_mlp": 192,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_parameters": {"rope_theta": 10000.0, **_LLAMA4_ROPE},
+}
+_DEEPSEEK_MLC = {"scoring_func": "softmax", "moe_layer_freq": 1}
+
+
 @dataclass(frozen=True)
 class Family:
     """One family as transformers and as mlc-llm know it.
@@ -65,6 +111,8 @@ class Family:
         False where it takes one sequence.
     is_hybrid : bool
         True where an RNN state goes beside the cache. Prefill takes one sequence then.
+    quantization : str
+        Of mlc-llm. Weights of 4 bits are drawn so that none is rounded.
     """
 
     kind: str
@@ -77,6 +125,7 @@ class Family:
     decodes_batches: bool = True
     decodes_equal_batches: bool = True
     is_hybrid: bool = False
+    quantization: str = "q0f32"
 
     @property
     def vocab_size(self) -> int:
@@ -89,6 +138,7 @@ class Family:
 
 FAMILIES = {
     "llama": Family("llama", _GROUPED),
+    "llama-4-bit": Family("llama", _GROUPED, quantization="q4f32_1"),
     "llama3-rope": Family(
         "llama",
         _GROUPED
@@ -210,31 +260,80 @@ FAMILIES = {
         mlc="internlm",
         mlc_fields={"bias": True},
     ),
-    "deepseek_v2": Family(
-        "deepseek_v2",
-        _SIZE
+    "mixtral": Family(
+        "mixtral", _GROUPED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "mixtral-4-bit": Family(
+        "mixtral",
+        _GROUPED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+        quantization="q4f32_1",
+    ),
+    "qwen2_moe": Family(
+        "qwen2_moe",
+        _GROUPED
         | {
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 2,
-            "q_lora_rank": 48,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
             "moe_intermediate_size": 64,
-        }
-        | _rope(
-            "yarn",
-            factor=1.0,  # mlc-llm rotates by TVM's YaRN, whose upper half of dimensions is wrong
-            original_max_position_embeddings=1024,
-            beta_fast=32.0,
-            beta_slow=1.0,
-            attention_factor=1.0,
-        ),
-        mlc_fields={"scoring_func": "softmax", "moe_layer_freq": 1},
+            "shared_expert_intermediate_size": 96,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        _GROUPED
+        | {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+        mlc_fields={"num_experts": 6, "decoder_sparse_step": 1},
+    ),
+    "deepseek_v2": Family(
+        "deepseek_v2", _DEEPSEEK, mlc_fields=_DEEPSEEK_MLC, decodes_batches=False
+    ),
+    "deepseek_v2-experts": Family(
+        "deepseek_v2",
+        _DEEPSEEK | {"first_k_dense_replace": 1, "topk_method": "greedy"},
+        mlc_fields=_DEEPSEEK_MLC,
+        decodes_batches=False,
+    ),
+    "deepseek_v2-groups": Family(
+        "deepseek_v2",
+        _DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        mlc_fields=_DEEPSEEK_MLC,
+        decodes_batches=False,
+    ),
+    "llama4": Family(
+        "llama4_text",
+        _LLAMA4,
+        mlc="llama4",
+        mlc_fields={"text_config": _LLAMA4 | {"use_qk_norm": True, "rope_scaling": _LLAMA4_ROPE}},
+        rename=("", "language_model."),
+        decodes_batches=False,
+        decodes_equal_batches=False,
+    ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        _DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+        },
+        mlc_fields=_DEEPSEEK_MLC | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         decodes_batches=False,
     ),
 }

@@ -54,7 +54,9 @@ def _compile(family: Family, reference: Any, folder: Path, kind: str) -> float:
     library, seconds = folder / f"{kind}.so", folder / f"{kind}.seconds"
     if not library.exists():
         limits = {"prefill_chunk_size": MAX_CHUNK, "max_batch_size": MAX_BATCH}
-        took = compile_model(family.mlc_name, reference.config, library, **limits)
+        took = compile_model(
+            family.mlc_name, reference.config, library, family.quantization, **limits
+        )
         seconds.write_text(str(took))
     weights = load_weights(family, reference.config, reference.weights)
     np.savez(folder / "weights.npz", *(weight.numpy() for weight in weights))

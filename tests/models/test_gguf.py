@@ -68,7 +68,7 @@ def _rounded(config):
         return value
 
     layers = tuple(
-        replace(layer, rope=replace(
+        layer if layer.rope is None else replace(layer, rope=replace(
             layer.rope, theta=narrow(layer.rope.theta), scaling=narrow(layer.rope.scaling)
         ))
         for layer in config.layers
@@ -166,6 +166,33 @@ def test_folder_with_a_file_and_its_sampling(directory, tmp_path):
         open_model(tmp_path)
 
 
+def test_quantized_projections_of_latent_rows(tmp_path):
+    """Those of K are transposed in the file, so their codes are not kept."""
+    model_type, fields, keys, _ = CASES["deepseek v3"]
+    wide = {
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": 32,
+        "moe_intermediate_size": 32,
+    }
+    write_checkpoint(tmp_path, model_type, SHAPE | fields | wide | {"intermediate_size": 96})
+    kind = gguf.GGMLQuantizationType.Q8_0
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", keys=keys, quantization=kind)
+    tensors, name = open_model(file).tensors(), "model.layers.1.self_attn.kv_b_proj.weight"
+    found = tensors.read(name, (4 * (32 + 32), 32))
+    expected = HuggingFaceModel(tmp_path).tensors().read(name, found.shape)
+    assert 0 < np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
+    assert tensors.format(name) == "Q8_0"
+    tokens, logits = [3, 77, 5, 290, 18], []
+    for weights_as in ("float", "auto"):
+        model = DecoderModel.from_pretrained(file, "float32", weights=weights_as)
+        assert bool(model.options.formats) == (weights_as == "auto")
+        cache = model.create_cache(1, 64)
+        cache.add_sequence(0)
+        logits.append(model.prefill(cache, [0], [tokens]))
+    assert (logits[0] - logits[1]).std() < 0.02 * logits[0].std()
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "MXFP4"])
 def test_codes_of_experts_are_kept(name, tmp_path):
     """Each expert's codes stand for the numbers that llama.cpp's package reads."""
@@ -222,6 +249,36 @@ def test_unsupported_keys_are_named(directory, keys, message, tmp_path):
     file = write_gguf(directory, tmp_path / "model.gguf", keys=keys)
     with pytest.raises(ValueError, match=message) as caught:
         DecoderModel.from_pretrained(file)
+    assert str(caught.value).count(str(file)) == 1
+
+
+SPECIAL = [
+    ("gemma 4", {".attention.head_count_kv": [2, 2]}, {}, "needs head_count_kv and feed_forward"),
+    (
+        "gemma 4",
+        {".attention.key_length_swa": 8},
+        {},
+        "gemma4.attention.value_length_swa must be 8",
+    ),
+    ("gemma 4", {}, {"rope_freqs.weight": np.ones(16, "f4") * 3}, "are not those of Gemma 4"),
+    ("gemma 3n", {".feed_forward_length": [80.5, 80.5]}, {}, "must be integers"),
+    ("qwen2", {".feed_forward_length": [80, 90]}, {}, "must be the same for all layers"),
+    (
+        "deepseek v3",
+        {".expert_gating_func": 3},
+        {},
+        "deepseek2.expert_gating_func must be 1, got 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "keys", "tensors", "message"), SPECIAL)
+def test_files_that_cannot_be(case, keys, tensors, message, tmp_path):
+    model_type, fields, own, _ = CASES[case]
+    write_checkpoint(tmp_path, model_type, SHAPE | fields)
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", keys=own | keys, tensors=tensors)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_model(file)
     assert str(caught.value).count(str(file)) == 1
 
 

@@ -77,6 +77,21 @@ def test_sentence_piece_merges_by_score(has_prefix):
         assert tokenizer.decode(encoded.ids) == text
 
 
+def test_merges_of_gemma4():
+    """Its files have merges, in whose order they apply, and spaces as SentencePiece has them."""
+    tokens = ["<pad>", "<bos>", "a", "b", SPACE, "ab", f"{SPACE}ab", "ba", "<0xC3>", "<0xA9>"]
+    types = [CONTROL, CONTROL, *[NORMAL] * 6, BYTE, BYTE]
+    metadata = metadata_of(
+        "gemma4", model="gemma4", tokens=tokens, token_type=types, scores=[0.0] * len(tokens),
+        merges=["b a", "a b", f"{SPACE} ab"], add_space_prefix=False, bos_token_id=1,
+    )  # fmt: skip
+    tokenizer = build_tokenizer(metadata)
+    encoded = tokenizer.encode("ab aba\u00e9")
+    assert encoded.tokens == ["<bos>", "ab", SPACE, "a", "ba", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(encoded.ids) == "ab aba\u00e9"
+    assert tokenizer.encode(" ab").tokens == ["<bos>", f"{SPACE}ab"]
+
+
 def test_lines_after_tokens_of_phi3():
     """Its templates write a line after such a token, which the model never saw."""
     tokens = ["<unk>", "<s>", "<|end|>", "<0x0A>", "a"]
@@ -111,6 +126,12 @@ TEXT = "I'LL see HTTPServer's 12345 naïve\n\n  x!//\nend"
                    "\n\n", " ", " x", "!//\n", "end"]),
         ("gpt-4o", ["I'LL", " see", " HTTPServer's", " ", "123", "45", " naïve", "\n\n", " ", " x",
                     "!//\n", "end"]),
+        ("glm4", ["I", "'LL", " see", " HTTPServer", "'s", " ", "123", "45", " naïve", "\n\n", " ",
+                  " x", "!//\n", "end"]),
+        ("deepseek-llm", ["I", "'", "LL", " see", " HTTPServer", "'", "s", " ", "1", "2", "3", "4",
+                          "5", " na", "ï", "ve", "\n", "\n", " ", " x", "!//", "\n", "end"]),
+        ("deepseek-v3", ["I", "'LL", " see", " HTTPServer", "'s", " ", "123", "45", " naïve",
+                         "\n\n", " ", " x", "!//\n", "end"]),
         ("tekken", ["I", "'LL", " see", " HTTPServer", "'s", " ", "1", "2", "3", "4", "5", " naïve",
                     "\n\n", " ", " x", "!//\n", "end"]),
     ],

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from .gguf_experts import EXPERT_KEYS, own_name, with_stacked_experts
+from .gguf_special import rope_factors, special_keys, special_tensors
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -30,6 +31,10 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "gemma3n_text": gguf.MODEL_ARCH.GEMMA3N,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 
 _WITH_WINDOWS = ("gemma2", "gemma3_text", "phi3", "olmo3", "cohere2", "exaone4", "gpt_oss")
@@ -69,7 +74,10 @@ def write_gguf(
         if key not in without:
             _add(writer, f"{name}{key}" if key.startswith(".") else key, value)
     names = gguf.get_tensor_name_map(architecture, fields["num_hidden_layers"])
-    stored = with_stacked_experts(load_file(directory / "model.safetensors"))
+    stored = special_tensors(fields, load_file(directory / "model.safetensors"))
+    stored = with_stacked_experts(stored)
+    if fields["model_type"] == "gemma4_text":
+        tensors = {"rope_freqs.weight": rope_factors(fields), **(tensors or {})}
     for theirs, tensor in stored.items():
         kind, raw = gguf.GGMLQuantizationType.F32, tensor.astype("float32")
         if raw.ndim > 1:
@@ -78,6 +86,7 @@ def write_gguf(
         # Of matrices it moves whole rows, and so it may come after.
         raw = np.ascontiguousarray(_as_llama_cpp_has_it(theirs, raw, fields))
         own = own_name(theirs) or names.get_name(theirs, (".weight", ".bias"))
+        own = theirs if own is None else own
         writer.add_tensor(own, raw, raw_dtype=kind)
     for own, array in (tensors or {}).items():
         writer.add_tensor(own, array)
@@ -113,6 +122,7 @@ def _keys(fields: dict[str, Any]) -> dict[str, Any]:
         found[".attention.sliding_window"] = fields.get("sliding_window")
     for key, field in EXPERT_KEYS.get(fields["model_type"], {}).items():
         found[key] = fields[field] if isinstance(field, str) else field
+    found |= special_keys(fields)
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -144,7 +154,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _as_llama_cpp_has_it(name: str, tensor: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
-    if fields["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+    if fields["model_type"] in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
         return tensor + 1
     if fields["model_type"] in ("llama", "mixtral", "smollm3") and (
         "q_proj" in name or "k_proj" in name

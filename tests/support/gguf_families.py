@@ -44,6 +44,54 @@ def llama3_factors(scaling: dict, dim: int) -> np.ndarray:
 
 BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 
+OF_GEMMA = {
+    "num_hidden_layers": 3,
+    "num_kv_shared_layers": 1,
+    "sliding_window": 7,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 16,
+    "final_logit_softcapping": 4.0,
+}
+OF_GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "global_head_dim": 32,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+}
+OF_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+}
+
 # Model type, fields of config.json, and what only a GGUF file has: keys and tensors.
 CASES = {
     "llama": ("llama", {}, {}, {}),
@@ -224,4 +272,43 @@ CASES = {
         },
         {},
     ),
+    "gemma 3n": (
+        "gemma3n_text",
+        {
+            **OF_GEMMA,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "intermediate_size": [80, 96, 80],
+            "activation_sparsity_pattern": [0.9, 0.0, 0.6],
+            "laurel_rank": 8,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+        },
+        {},
+        {},
+    ),
+    "gemma 4": (
+        "gemma4_text",
+        {**OF_GEMMA, **OF_GEMMA4, "use_double_wide_mlp": True},
+        {},
+        {},
+    ),
+    "gemma 4, K is V and experts": (
+        "gemma4_text",
+        {
+            **OF_GEMMA,
+            **OF_GEMMA4,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        {},
+        {},
+    ),
+    "deepseek v2": ("deepseek_v2", {**OF_DEEPSEEK, "q_lora_rank": None}, {}, {}),
+    "deepseek v3": ("deepseek_v3", {**OF_DEEPSEEK, "q_lora_rank": 24}, {}, {}),
 }

@@ -63,6 +63,25 @@ def glm4_moe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def deepseek2(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of DeepSeek V2, or of V3 where scores are sigmoids."""
+    is_v3 = metadata.of_model("expert_gating_func", int, _SOFTMAX) == _SIGMOID
+    own = {
+        **_counts(metadata, "n_routed_experts", _SIGMOID if is_v3 else _SOFTMAX),
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
+        "n_shared_experts": metadata.of_model("expert_shared_count", int),
+        "n_group": metadata.of_model("expert_group_count", int, 1),
+        "topk_group": metadata.of_model("expert_group_used_count", int, 1),
+        "first_k_dense_replace": metadata.of_model("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": metadata.of_model("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": metadata.of_model("expert_weights_norm", bool, False),
+    }
+    if not is_v3:
+        own["topk_method"] = "group_limited_greedy" if own["n_group"] > 1 else "greedy"
+    return own
+
+
 def gpt_oss(metadata: Metadata) -> dict[str, Any]:
     """Return the fields of the experts of GPT-OSS."""
     width = metadata.of_model("expert_feed_forward_length", int)

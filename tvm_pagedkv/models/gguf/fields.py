@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import experts
+from . import experts, gemma, latent
 from .metadata import Metadata
 
 Fields = dict[str, Any]
@@ -68,7 +68,8 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
     hidden_size = metadata.of_model("embedding_length", int)
     num_heads = metadata.of_model("attention.head_count", int)
     head_dim = metadata.of_model("attention.key_length", int, hidden_size // max(num_heads, 1))
-    if metadata.of_model("attention.value_length", int, head_dim) != head_dim:
+    v_dim = metadata.of_model("attention.value_length", int, head_dim)
+    if v_dim != head_dim and metadata.architecture != "deepseek2":
         raise ValueError(f"{metadata.architecture}.attention.value_length must be {head_dim}")
     if not metadata.of_model("attention.causal", bool, True):
         raise ValueError(f"{metadata.architecture}.attention.causal must be true")
@@ -80,10 +81,10 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
     return {
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.of_model("feed_forward_length", int),
+        "intermediate_size": _of_layers(metadata, "feed_forward_length"),
         "num_hidden_layers": metadata.of_model("block_count", int),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.of_model("attention.head_count_kv", int, num_heads),
+        "num_key_value_heads": _of_layers(metadata, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.of_model("context_length", int),
         "rms_norm_eps": metadata.of_model(f"attention.{norm}_epsilon", float),
@@ -91,6 +92,20 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
         "partial_rotary_factor": rotary_dim / max(head_dim, 1),
         "tie_word_embeddings": "output.weight" not in shapes,
     }
+
+
+def _of_layers(metadata: Metadata, name: str, default: int | None = None) -> int:
+    """Return a number that all layers have; of Gemma that of the first one, which has its own way.
+
+    Files have it once, or for each layer.
+    """
+    value = metadata.of_model(name, object, *([] if default is None else [default]))
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(type(each) is int for each in values):
+        raise ValueError(f"{metadata.architecture}.{name} must be integers, got {value!r:.60}")
+    if set(values) != {values[0]} and metadata.architecture not in ("gemma3n", "gemma4"):
+        raise ValueError(f"{metadata.architecture}.{name} must be the same for all layers")
+    return values[0]
 
 
 # --- rotation -----------------------------------------------------------------------------------
@@ -102,6 +117,8 @@ def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
     kind = metadata.get(key, str, "none")
     factor = metadata.of_model("rope.scaling.factor", float, None)
     original = metadata.of_model("rope.scaling.original_context_length", int, None)
+    if metadata.architecture == "gemma4":
+        return {}
     if "rope_freqs.weight" in shapes:
         return {"rope_scaling": _llama3(fields, read("rope_freqs.weight"))}
     if "rope_factors_long.weight" in shapes:
@@ -116,6 +133,13 @@ def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
         scaling = {"rope_type": kind, "factor": factor}
         if metadata.architecture == "gpt-oss":
             scaling["truncate"] = False  # the makers' configuration, which files leave out
+        magnitude = fields.pop("yarn_magnitude", None)
+        if magnitude is not None:
+            scaling |= {"mscale": magnitude, "mscale_all_dim": magnitude}
+        for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            value = metadata.of_model(f"rope.scaling.{key}", float, None)
+            if value is not None:
+                scaling[name] = value
     else:
         raise ValueError(f"{key} {kind!r} is not supported; expected none, linear, yarn, longrope")
     if original is not None and kind != "linear":
@@ -264,4 +288,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[..., Fields]]] = {
     "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
     "glm4moe": ("Glm4MoeForCausalLM", _glm4_moe),
     "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
+    "gemma3n": ("Gemma3nForCausalLM", gemma.gemma3n),
+    "gemma4": ("Gemma4ForCausalLM", gemma.gemma4),
+    "deepseek2": ("DeepseekV2ForCausalLM", latent.deepseek2),
 }

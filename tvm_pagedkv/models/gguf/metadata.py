@@ -13,6 +13,7 @@ _WORDS = {
     str: "a text",
     bool: "true or false",
     list: "a list",
+    object: "a number or a list",
 }
 
 
@@ -42,8 +43,8 @@ class Metadata:
         Parameters
         ----------
         key : str
-        kind : {int, float, str, bool, list}
-            Its type; an integer is a number as well.
+        kind : {int, float, str, bool, list, object}
+            Its type; an integer is a number as well. object: a number or a list.
         default : optional
             The value if the key is absent.
 
@@ -64,6 +65,10 @@ class Metadata:
         ):
             raise ValueError(f"{self._where}: {key} must be {_WORDS[kind]}, got {value!r:.80}")
         return value
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a key below the architecture."""
+        return f"{self.architecture}.{name}" in self._values
 
     def of_model(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
         """Return the value of a key below the architecture, such as "block_count"."""

@@ -61,7 +61,7 @@ class GgufModel:
             text = str(error)
             where = "" if text.startswith(str(self.path)) else f"{self.path}: "
             raise ValueError(f"{where}{text}") from None
-        if config.experts is not None:
+        if config.experts is not None and not config.experts.beside_mlp:
             config = replace(config, experts=replace(config.experts, names=NAMES))
         self._tensors = GgufTensors(
             self._file,

@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from ..weight_formats import QuantizedRows, WeightFormat
-from . import experts
+from . import experts, gemma, latent
 from .dequantize import type_name
 from .file import GgufFile
 from .quantized import KEPT_TYPES, split_blocks
@@ -17,6 +17,7 @@ _MODEL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    **gemma.MODEL_TENSORS,
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -44,9 +45,13 @@ _LAYER_OF = {
     "exaone4": _LAYER | _NORMS_AFTER,
     "glm4moe": _EXPERTS,
     "gpt-oss": _EXPERTS,
+    "gemma3n": _GEMMA | gemma.GEMMA3N_TENSORS,
+    "gemma4": _GEMMA | gemma.GEMMA4_TENSORS,
+    "deepseek2": _LAYER | latent.TENSORS,
     "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _FLOATS = ("F32", "F16", "BF16")
+_SPLIT, _JOINED = ".attn_k_b.weight", ".attn_v_b.weight"  # one tensor of directories
 # They belong to the rotation, not to the weights.
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -79,13 +84,20 @@ class GgufTensors:
         num_extra_layers: int = 0,
     ):
         self.path, self._file = file.path, file
-        self._names = {}
+        self._names: dict[str, str] = {}
+        self._indices: dict[str, int] = {}  # of names whose matrix is one of several of a tensor
         ends = range(num_layers, num_layers + num_extra_layers)
         left_out = tuple(f"blk.{layer}." for layer in ends)
         for name in file.tensors:
-            if name not in _ROPE_FACTORS and not name.startswith(left_out):
-                self._names[_name(name, architecture, file)] = name
-        self._has_offset = architecture.startswith("gemma")
+            if name in _ROPE_FACTORS or name.startswith(left_out) or name.endswith(_JOINED):
+                continue
+            if name in gemma.STACKED:
+                for index in range(file.tensors[name].shape[0]):
+                    theirs = f"{gemma.STACKED[name]}.{index}.weight"
+                    self._names[theirs], self._indices[theirs] = name, index
+                continue
+            self._names[_name(name, architecture, file)] = name
+        self._has_offset = architecture in ("gemma2", "gemma3")
         # llama.cpp rotates adjacent pairs in these architectures, so Q and K are permuted.
         is_permuted = architecture in ("llama", "smollm3")
         self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if is_permuted else {}
@@ -110,8 +122,11 @@ class GgufTensors:
         ValueError
             If it is missing, has another shape, or a type that is not supported.
         """
-        index = None if expert is None else expert[0]
-        tensor = self._file.read(self._find(name, shape, expert), index)
+        index = self._indices.get(name) if expert is None else expert[0]
+        own = self._find(name, shape, expert)
+        if own.endswith(_SPLIT):
+            return latent.joined(self._file.read(own), self._file.read(_v_of(own)))
+        tensor = self._file.read(own, index)
         if self._has_offset and name.endswith("norm.weight"):
             return tensor - 1  # Hugging Face adds one when it applies the norm
         num_heads = self._heads.get(name.split(".")[-2])
@@ -124,7 +139,10 @@ class GgufTensors:
         """
         if name not in self._names:
             return None
-        kind = type_name(self._file.tensors[self._names[name]].type_id)
+        own = self._names[name]
+        kind = type_name(self._file.tensors[own].type_id)
+        if own.endswith(_SPLIT):  # whose codes are of groups of other features
+            return None if kind in _FLOATS else kind
         return None if kind in _FLOATS else KEPT_TYPES.get(kind, kind)
 
     def read_quantized(
@@ -140,8 +158,9 @@ class GgufTensors:
         format = self.format(name)
         assert isinstance(format, WeightFormat)
         raw = self._file.read_bytes(self._find(name, shape, expert))
+        index = self._indices.get(name) if expert is None else expert[0]
         try:
-            matrix = split_blocks(raw if expert is None else raw[expert[0]], format)
+            matrix = split_blocks(raw if index is None else raw[index], format)
         except ValueError as error:
             raise ValueError(f"{self.path}: tensor {self._names[name]} {error}") from None
         num_heads = self._heads.get(name.split(".")[-2])
@@ -156,11 +175,28 @@ class GgufTensors:
             raise ValueError(f"{self.path} lacks tensor {name}; expected shape {list(shape)}")
         own = self._names[name]
         found = self._file.tensors[own].shape
+        if name in self._indices:
+            found = found[1:]
+        if own.endswith(_SPLIT):
+            found = self._shape_of_both(own)
         if found != tuple(shape):
             raise ValueError(
                 f"{self.path}: tensor {own} has shape {list(found)}; expected {list(shape)}"
             )
         return own
+
+    def _shape_of_both(self, own: str) -> tuple[int, ...]:
+        """Return the shape of the projection of K and V, of which a tensor has the part of K."""
+        tensors, v = self._file.tensors, _v_of(own)
+        if v not in tensors:
+            raise ValueError(f"{self.path} lacks the tensor {v}")
+        k_shape, v_shape = tensors[own].shape, tensors[v].shape
+        if len(k_shape) != 3 or (k_shape[0], k_shape[1]) != (v_shape[0], v_shape[-1]):
+            raise ValueError(
+                f"{self.path}: tensors {own} and {v} have shapes {list(k_shape)} and "
+                f"{list(v_shape)}, which do not fit"
+            )
+        return k_shape[0] * (k_shape[2] + v_shape[1]), k_shape[1]
 
     def dtype(self) -> str:
         """Return the type of the matrices, or the 16-bit type that rounds quantized ones less.
@@ -178,6 +214,9 @@ def _name(name: str, architecture: str, file: GgufFile) -> str:
     """Return the name of a tensor in Hugging Face directories."""
     stem, _, kind = name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    whole = gemma.WHOLE_NAMES.get(architecture, {}).get(f"{layer[2]}.{kind}") if layer else None
+    if layer is not None and whole is not None:
+        return f"model.layers.{layer[1]}.{whole}"
     if layer is not None and layer[2] in experts.TENSORS and kind in ("weight", "bias"):
         return experts.tensor_name(layer[1], layer[2], kind)
     if layer is not None and layer[2] == "attn_sinks":
@@ -193,6 +232,11 @@ def _name(name: str, architecture: str, file: GgufFile) -> str:
             "not have"
         )
     return f"{theirs}.{kind}"
+
+
+def _v_of(name: str) -> str:
+    """Return the name of the tensor with the part of V, of one with the part of K."""
+    return name.removesuffix(_SPLIT) + _JOINED
 
 
 def _halves(rows: np.ndarray, num_heads: int) -> np.ndarray:

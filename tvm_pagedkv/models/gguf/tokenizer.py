@@ -23,13 +23,38 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS, _SIGNS_AND_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _CL100K = "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _REST))
 
-# tokenizer.ggml.pre -> the expression that splits a text before BPE; None: GPT-2's own.
-_SPLITS = {
+_CASED = r"[\p{Lu}\p{Ll}\p{Lt}]"
+_ASCII_SIGNS = "!-/:-@\\[-`{-~"
+
+# tokenizer.ggml.pre -> the expressions that split a text before BPE, one after another; None:
+# GPT-2's own.
+_SPLITS: dict[str, str | tuple[str, ...] | None] = {
     "default": None,
     "gpt-2": None,
     "smollm": None,
     "llama-bpe": _CL100K,
     "dbrx": _CL100K,
+    "glm4": _CL100K,
+    "chatglm-bpe": _CL100K,
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?{_CASED}+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"\s+$",
+        r"[一-龥ࠀ-一가-퟿]+",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        "|".join(
+            (
+                rf"[{_ASCII_SIGNS}][A-Za-z]+",
+                r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+                r" ?[\p{P}\p{S}]+[\r\n]*",
+                _REST,
+            )
+        ),
+    ),
     "qwen2": "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}", _SIGNS, _REST)),
     "gpt-4o": "|".join(
         (
@@ -42,7 +67,7 @@ _SPLITS = {
     ),
     "tekken": "|".join((_ENDS_LOWER, _BEGINS_UPPER, r"\p{N}", _SIGNS_AND_SLASH, _REST)),
 }
-_SPLITS_DIGITS = ("smollm",)
+_SPLITS_DIGITS = ("smollm", "deepseek-llm")
 _IGNORES_MERGES = ("llama-bpe", "tekken")  # a word that is a token needs no merges
 _ADDS_BOS = ("llama-bpe", "tekken")  # where the file does not say
 
@@ -72,10 +97,12 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model", str)
     if kind == "gpt2":
         tokenizer, adds_bos = _byte_level(metadata, tokens)
-    elif kind == "llama":
-        tokenizer, adds_bos = _sentence_piece(metadata, tokens, types)
+    elif kind in ("llama", "gemma4"):
+        tokenizer, adds_bos = _sentence_piece(metadata, tokens, types, kind == "gemma4")
     else:
-        raise ValueError(f"tokenizer.ggml.model {kind!r} is not supported; expected gpt2 or llama")
+        raise ValueError(
+            f"tokenizer.ggml.model {kind!r} is not supported; expected gpt2, llama or gemma4"
+        )
     # Phi-3's templates put a line after such a token that the model never saw.
     strips = kind == "llama" and metadata.architecture == "phi3"
     for type_id, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
@@ -144,8 +171,8 @@ def _byte_level(metadata: Metadata, tokens: list[str]) -> tuple[Tokenizer, bool]
     if name in _SPLITS_DIGITS:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     split = _SPLITS[name]
-    if split is not None:
-        steps.append(pre_tokenizers.Split(Regex(split), "isolated"))
+    for each in () if split is None else (split,) if isinstance(split, str) else split:
+        steps.append(pre_tokenizers.Split(Regex(each), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
@@ -162,19 +189,28 @@ def _pair(merge: Any) -> tuple[str, str]:
 
 
 def _sentence_piece(
-    metadata: Metadata, tokens: list[str], types: Sequence[int]
+    metadata: Metadata, tokens: list[str], types: Sequence[int], has_merges: bool
 ) -> tuple[Tokenizer, bool]:
-    """Return SentencePiece's BPE, whose merges follow from the scores; it puts BOS first."""
+    """Return SentencePiece's BPE, which puts BOS first.
+
+    Its merges follow from the scores, if the file has none.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = metadata.get("tokenizer.ggml.scores", list)
-    if len(scores) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} values, expected {len(tokens)}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
+    if has_merges:
+        merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", list)]
+    else:
+        scores = metadata.get("tokenizer.ggml.scores", list)
+        if len(scores) != len(tokens):
+            raise ValueError(
+                f"tokenizer.ggml.scores has {len(scores)} values, expected {len(tokens)}"
+            )
+        merges = _merges(vocabulary, scores)
     unknown = next((t for t, each in zip(tokens, types, strict=True) if each == _UNKNOWN), None)
     bpe = models.BPE(
         vocab=vocabulary,
-        merges=_merges(vocabulary, scores),
+        merges=merges,
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,

@@ -105,7 +105,11 @@ def round_safe(value, lanes: int):
     """
     int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
     bits = temp(T.reinterpret(int_type, value), lanes, "int32")
-    magnitude = T.bitwise_and(bits, broadcast(T.int32(0x7FFFFFFF), lanes))
+    if lanes > 1:
+        magnitude = T.bitwise_and(bits, broadcast(T.int32(0x7FFFFFFF), lanes))
+    else:  # TVM 0.26 takes this mask of a scalar for a remainder by a number beyond int32
+        doubled = T.shift_left(T.reinterpret("uint32", bits), T.uint32(1))
+        magnitude = T.cast(T.shift_right(doubled, T.uint32(1)), "int32")
     is_nan = magnitude > broadcast(T.int32(0x7F800000), lanes)
     quiet = broadcast(T.int32(0x7FC00000), lanes)
     return T.reinterpret(float_type, T.Select(is_nan, quiet, bits))

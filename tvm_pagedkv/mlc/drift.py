@@ -38,8 +38,8 @@ def add_missing_tvm_names(patches: Patches) -> None:
     """Give apache-tvm the names under which mlc-llm's sources look for its classes."""
     if hasattr(tvm.ir, "StringImm"):  # since 0.27, which removed it from Relax
         patches.set_missing(relax, "StringImm", tvm.ir.StringImm)
-    if hasattr(tvm, "s_tir"):  # where 0.27 has what passes for quantized weights match
-        for name in ("SBlock", "SBlockRealize"):
+    for name in ("SBlock", "SBlockRealize"):  # which passes for quantized weights look for
+        if hasattr(tvm.s_tir, name):  # since 0.27, which moved them there
             patches.set_missing(tvm.tirx, name, getattr(tvm.s_tir, name))
     patches.set_missing(
         relax,

@@ -47,6 +47,19 @@ def test_choice(num_experts, k, has_softmax, dtype):
     np.testing.assert_allclose(values, chosen, atol=1e-6 if dtype == "float32" else 1e-3)
 
 
+def test_scores_that_are_no_numbers():
+    """A wrong expert is an answer, an expert that is not there would be read behind the weights."""
+    scores = np.array(
+        [[np.nan] * 4, [5, np.nan, np.nan, 1], [-np.inf] * 4, [np.inf, 0, np.inf, np.nan]],
+        "float32",
+    )
+    arrays = np.zeros((4, 3), "float32"), np.full((4, 3), -1, "int32")
+    _, values, experts = call(top_k(4, 3, "float32", True), scores, *arrays)
+    np.testing.assert_array_equal(experts[:3], [[0, 1, 2], [0, 3, 1], [0, 1, 2]])
+    np.testing.assert_array_equal(experts[3], [0, 2, 1])
+    np.testing.assert_allclose(values[1], [1 / (1 + np.exp(-4)), 1 / (1 + np.exp(4)), 0], atol=1e-6)
+
+
 def test_order():
     num_tokens, num_experts, k = 9, 5, 2
     rng = np.random.default_rng(0)

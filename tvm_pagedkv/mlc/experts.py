@@ -71,9 +71,10 @@ def _gating(x: Tensor, k: int, has_softmax: bool) -> tuple[Tensor, Tensor]:
 def top_k(num_experts: int, k: int, dtype: str, has_softmax: bool) -> tvm.tirx.PrimFunc:
     """Make the kernel: scores ``[rows, num_experts]``, values and int32 experts ``[rows, k]``.
 
-    Of equal scores the first experts are chosen. With a softmax, values are that of the chosen
-    scores, in float32.
+    Of equal scores the first experts are chosen, NaN after all others: each expert once at most,
+    whatever the scores are. With a softmax, values are that of the chosen scores, in float32.
     """
+    lowest = tvm.tirx.const(float("-inf"), dtype)
 
     @T.prim_func(private=True, s_tir=True)
     def choose(scores_handle: T.handle, values_handle: T.handle, experts_handle: T.handle):
@@ -88,12 +89,13 @@ def top_k(num_experts: int, k: int, dtype: str, has_softmax: bool) -> tvm.tirx.P
                 chosen = T.sblock_alloc_buffer((k,), dtype)
                 total = T.sblock_alloc_buffer((1,), "float32")
                 for i in range(k):
-                    chosen[i] = T.min_value(dtype)
-                    experts[row, i] = -1
+                    chosen[i] = lowest
                 for e in range(num_experts):
-                    if scores[row, e] > chosen[k - 1]:
-                        chosen[k - 1] = scores[row, e]
-                        experts[row, k - 1] = e
+                    score = T.meta_var(_number(scores[row, e], lowest))
+                    if T.Or(e < k, score > chosen[k - 1]):
+                        last = T.meta_var(T.min(e, k - 1))
+                        experts[row, last] = e
+                        chosen[last] = score
                         for back in range(k - 1):  # it moves up while it is larger
                             i = T.meta_var(k - 2 - back)
                             if chosen[i + 1] > chosen[i]:
@@ -109,6 +111,10 @@ def top_k(num_experts: int, k: int, dtype: str, has_softmax: bool) -> tvm.tirx.P
                         values[row, i] = chosen[i]
 
     return choose
+
+
+def _number(score, lowest):
+    return T.if_then_else(T.isnan(score), lowest, score)
 
 
 def _swap(chosen, experts, row, i) -> None:

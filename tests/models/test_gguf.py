@@ -193,6 +193,17 @@ def test_quantized_projections_of_latent_rows(tmp_path):
     assert (logits[0] - logits[1]).std() < 0.02 * logits[0].std()
 
 
+@pytest.mark.parametrize("case", ["deepseek v2", "deepseek v3"])
+def test_files_that_leave_out_how_experts_are_chosen(case, tmp_path):
+    """As those of GLM-4.7-Flash: a correction of scores is there with sigmoids alone."""
+    model_type, fields, keys, _ = CASES[case]
+    write_checkpoint(tmp_path, model_type, SHAPE | fields)
+    without = (".expert_gating_func",)
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", keys=keys, without=without)
+    found, expected = open_model(file).config(), HuggingFaceModel(tmp_path).config()
+    assert _rounded(_without_names(found)) == _rounded(_without_names(expected))
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "MXFP4"])
 def test_codes_of_experts_are_kept(name, tmp_path):
     """Each expert's codes stand for the numbers that llama.cpp's package reads."""

@@ -6,6 +6,7 @@ A tensor has the matrices of all experts of a layer, whatever the family.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..expert_config import ExpertNames
@@ -63,9 +64,15 @@ def glm4_moe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def deepseek2(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields of DeepSeek V2, or of V3 where scores are sigmoids."""
-    is_v3 = metadata.of_model("expert_gating_func", int, _SOFTMAX) == _SIGMOID
+def deepseek2(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the fields of DeepSeek V2, or of V3 where scores are sigmoids.
+
+    Files of GLM-4.7-Flash leave out how experts are chosen. Only with sigmoids are scores corrected
+    for the choice, so its tensors tell.
+    """
+    is_corrected = any(name.endswith(".exp_probs_b.bias") for name in shapes)
+    default = _SIGMOID if is_corrected else _SOFTMAX
+    is_v3 = metadata.of_model("expert_gating_func", int, default) == _SIGMOID
     own = {
         **_counts(metadata, "n_routed_experts", _SIGMOID if is_v3 else _SOFTMAX),
         "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],

@@ -49,7 +49,7 @@ def deepseek2(metadata: Metadata, fields: dict[str, Any], shapes, read) -> dict[
     if magnitude is not None:
         # Of both of YaRN's magnitudes, which are equal in these models; float32 has seven digits.
         own["yarn_magnitude"] = round(magnitude / _MAGNITUDE, 6)
-    return own | experts.deepseek2(metadata)
+    return own | experts.deepseek2(metadata, shapes)
 
 
 def joined(k: np.ndarray, v: np.ndarray) -> np.ndarray:

@@ -74,7 +74,8 @@ def top_k(num_experts: int, k: int, dtype: str, has_softmax: bool) -> tvm.tirx.P
     Of equal scores the first experts are chosen, NaN after all others: each expert once at most,
     whatever the scores are. With a softmax, values are that of the chosen scores, in float32.
     """
-    lowest = tvm.tirx.const(float("-inf"), dtype)
+    # Compared in float32, which LLVM can for every type of scores.
+    lowest = tvm.tirx.const(float("-inf"), "float32")
 
     @T.prim_func(private=True, s_tir=True)
     def choose(scores_handle: T.handle, values_handle: T.handle, experts_handle: T.handle):
@@ -86,12 +87,12 @@ def top_k(num_experts: int, k: int, dtype: str, has_softmax: bool) -> tvm.tirx.P
         for r in T.parallel(rows):
             with T.sblock("row"):
                 row = T.axis.spatial(rows, r)
-                chosen = T.sblock_alloc_buffer((k,), dtype)
+                chosen = T.sblock_alloc_buffer((k,), "float32")
                 total = T.sblock_alloc_buffer((1,), "float32")
                 for i in range(k):
                     chosen[i] = lowest
                 for e in range(num_experts):
-                    score = T.meta_var(_number(scores[row, e], lowest))
+                    score = T.meta_var(_number(T.cast(scores[row, e], "float32"), lowest))
                     if T.Or(e < k, score > chosen[k - 1]):
                         last = T.meta_var(T.min(e, k - 1))
                         experts[row, last] = e
@@ -103,12 +104,12 @@ def top_k(num_experts: int, k: int, dtype: str, has_softmax: bool) -> tvm.tirx.P
                 if has_softmax:
                     total[0] = T.float32(0)
                     for i in range(k):
-                        total[0] += T.exp(_difference(chosen, i))
+                        total[0] += T.exp(chosen[i] - chosen[0])
                     for i in range(k):
-                        values[row, i] = T.cast(T.exp(_difference(chosen, i)) / total[0], dtype)
+                        values[row, i] = T.cast(T.exp(chosen[i] - chosen[0]) / total[0], dtype)
                 else:
                     for i in range(k):
-                        values[row, i] = chosen[i]
+                        values[row, i] = T.cast(chosen[i], dtype)
 
     return choose
 
@@ -123,10 +124,6 @@ def _swap(chosen, experts, row, i) -> None:
     T.buffer_store(experts, experts[row, i + 1], [row, i])
     T.buffer_store(chosen, value, [i + 1])
     T.buffer_store(experts, expert, [row, i + 1])
-
-
-def _difference(chosen, i):
-    return T.cast(chosen[i], "float32") - T.cast(chosen[0], "float32")
 
 
 def get_indices(cumsum: Tensor, expert_indices: Tensor) -> tuple[Tensor, Tensor]:

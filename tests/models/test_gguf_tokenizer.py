@@ -132,6 +132,8 @@ TEXT = "I'LL see HTTPServer's 12345 naïve\n\n  x!//\nend"
                           "5", " na", "ï", "ve", "\n", "\n", " ", " x", "!//", "\n", "end"]),
         ("deepseek-v3", ["I", "'LL", " see", " HTTPServer", "'s", " ", "123", "45", " naïve",
                          "\n\n", " ", " x", "!//\n", "end"]),
+        ("kimi-k2", ["I'LL", " see", " HTTPServer's", " ", "123", "45", " naïve", "\n\n", " ", " x",
+                     "!//\n", "end"]),
         ("tekken", ["I", "'LL", " see", " HTTPServer", "'s", " ", "1", "2", "3", "4", "5", " naïve",
                     "\n\n", " ", " x", "!//\n", "end"]),
     ],
@@ -141,6 +143,28 @@ def test_splits(name, pieces):
     metadata = metadata_of(model="gpt2", pre=name, tokens=["a", "b", "ab"], merges=["a b"])
     spans = build_tokenizer(metadata).pre_tokenizer.pre_tokenize_str(TEXT)
     assert [TEXT[begin:end] for _, (begin, end) in spans] == pieces
+
+
+def test_chinese_words_of_kimi():
+    metadata = metadata_of(model="gpt2", pre="kimi-k2", tokens=["a", "b", "ab"], merges=["a b"])
+    text = "iPhone世界ab 中Éa あd文's"
+    spans = build_tokenizer(metadata).pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in spans] == [
+        "i", "Phone", "世界", "ab", " ", "中", "Éa", " あd", "文", "'s"
+    ]  # fmt: skip
+
+
+def test_ends_and_bos_of_gemma4():
+    """Its files name one end of three, and the first ones say that no BOS is added."""
+    tokens = ["<pad>", "<eos>", "<bos>", "a", "<|tool_response>", "<turn|>", SPACE]
+    types = [CONTROL, CONTROL, CONTROL, NORMAL, USER, CONTROL, NORMAL]
+    keys = {"model": "gemma4", "tokens": tokens, "token_type": types, "merges": []}
+    keys |= {"bos_token_id": 2, "eos_token_id": 1}
+    metadata = metadata_of("gemma4", **keys, add_bos_token=False)
+    assert end_tokens(metadata) == [1, 4, 5]
+    assert build_tokenizer(metadata).encode("a").ids == [2, 3]
+    ends = metadata_of(**keys | {"token_type": [NORMAL] * 7}, eos_token_ids=[1, 5, 4])
+    assert end_tokens(ends) == [1, 5, 4]
 
 
 def test_added_tokens_and_ends():

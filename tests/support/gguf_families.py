@@ -311,4 +311,10 @@ CASES = {
     ),
     "deepseek v2": ("deepseek_v2", {**OF_DEEPSEEK, "q_lora_rank": None}, {}, {}),
     "deepseek v3": ("deepseek_v3", {**OF_DEEPSEEK, "q_lora_rank": 24}, {}, {}),
+    "glm 4.7 flash": (  # with a third layer, which is left out
+        "deepseek_v3",
+        {**OF_DEEPSEEK, "q_lora_rank": 24},
+        {".block_count": 3, ".nextn_predict_layers": 1},
+        {"blk.2.nextn.enorm.weight": np.ones(64, np.float32)},
+    ),
 }

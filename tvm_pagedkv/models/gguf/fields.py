@@ -82,7 +82,7 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden_size,
         "intermediate_size": _of_layers(metadata, "feed_forward_length"),
-        "num_hidden_layers": metadata.of_model("block_count", int),
+        "num_hidden_layers": metadata.of_model("block_count", int) - num_extra_layers(metadata),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _of_layers(metadata, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -238,9 +238,7 @@ def _qwen3_moe(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields
 
 
 def _glm4_moe(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
-    """Return the fields without the layers at the end that predict several tokens."""
     return {
-        "num_hidden_layers": fields["num_hidden_layers"] - num_extra_layers(metadata),
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
         **experts.glm4_moe(metadata),
@@ -248,7 +246,7 @@ def _glm4_moe(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
 
 
 def num_extra_layers(metadata: Metadata) -> int:
-    """Return the number of last layers that are not of the model itself."""
+    """Return the number of last layers, which predict tokens further on and are left out."""
     return metadata.of_model("nextn_predict_layers", int, 0)
 
 

@@ -23,6 +23,9 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS, _SIGNS_AND_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _CL100K = "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _REST))
 
+# Chinese characters are letters, and words of their own to Kimi.
+_UPPER_NO_HAN, _LOWER_NO_HAN = rf"{_UPPER[:-1]}&&[^\p{{Han}}]]", rf"{_LOWER[:-1]}&&[^\p{{Han}}]]"
+
 _CASED = r"[\p{Lu}\p{Ll}\p{Lt}]"
 _ASCII_SIGNS = "!-/:-@\\[-`{-~"
 
@@ -65,16 +68,26 @@ _SPLITS: dict[str, str | tuple[str, ...] | None] = {
             _REST,
         )
     ),
+    "kimi-k2": "|".join(
+        (
+            r"\p{Han}+",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NO_HAN}*{_LOWER_NO_HAN}+{_CONTRACTIONS}?",
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NO_HAN}+{_LOWER_NO_HAN}*{_CONTRACTIONS}?",
+            r"\p{N}{1,3}",
+            _SIGNS,
+            _REST,
+        )
+    ),
     "tekken": "|".join((_ENDS_LOWER, _BEGINS_UPPER, r"\p{N}", _SIGNS_AND_SLASH, _REST)),
 }
 _SPLITS_DIGITS = ("smollm", "deepseek-llm")
 _IGNORES_MERGES = ("llama-bpe", "tekken")  # a word that is a token needs no merges
 _ADDS_BOS = ("llama-bpe", "tekken")  # where the file does not say
 
-# Control tokens that end a turn or a text, whether or not the file names them as such.
+# Special tokens that end a turn or a text, whether or not the file names them as such.
 _ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>",
+    "<|end_of_text|>", "<turn|>", "<|tool_response>", "[EOS]", "[EOT]",
 )  # fmt: skip
 
 
@@ -127,8 +140,10 @@ def end_tokens(metadata: Metadata) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
     names = ("eos", "eot", "eom")
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in names]
-    controls = (i for i, each in enumerate(types) if each == _CONTROL and tokens[i] in _ENDS)
-    return [*dict.fromkeys(i for i in (*ids, *controls) if i is not None)]
+    ids += metadata.get("tokenizer.ggml.eos_token_ids", list, [])
+    special = (_CONTROL, _USER_DEFINED)
+    ends = (i for i, each in enumerate(types) if each in special and tokens[i] in _ENDS)
+    return [*dict.fromkeys(i for i in (*ids, *ends) if i is not None)]
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
@@ -216,7 +231,7 @@ def _sentence_piece(
         byte_fallback=True,
     )
     tokenizer = Tokenizer(bpe)
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, not has_merges)
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
@@ -246,7 +261,10 @@ def _add_bos_and_eos(
     pieces, used = ["$A"], []
     for name, default in (("bos", adds_bos), ("eos", False)):
         token = metadata.get(f"tokenizer.ggml.{name}_token_id", int, None)
-        if metadata.get(f"tokenizer.ggml.add_{name}_token", bool, default) and token is not None:
+        is_added = metadata.get(f"tokenizer.ggml.add_{name}_token", bool, default)
+        if name == "bos" and metadata.get("tokenizer.ggml.model", str) == "gemma4":
+            is_added = True  # the models expect it; their first files say that they do not
+        if is_added and token is not None:
             used.append((_token(tokens, name, token), token))
             pieces.insert(0 if name == "bos" else len(pieces), used[-1][0])
     if used:

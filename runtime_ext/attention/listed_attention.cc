@@ -119,6 +119,11 @@ void ListedAttention::Check(const StoredLayer& layer, const RowLists& lists) con
     Raise(kValueError, "layer ", layer.config.id,
           " was made without attention to lists: its LayerSpec needs lists=True");
   }
+  // Its kernels attend to other positions, and its page table lacks those before the window.
+  if (layer.config.window > 0) {
+    Raise(kValueError, "attention to lists is not possible in layer ", layer.config.id,
+          ", which has a window");
+  }
   RequireListStep(step_->plan());
   if (!lists.ids.defined()) {
     Raise(kTypeError, has_blocks ? "blocks" : "positions", " must be a tensor, got None");

@@ -14,7 +14,7 @@ from tvm_pagedkv import LayerSpec
 
 from .. import reference
 from ..reference.listed import listed_attention, listed_latent_attention
-from ..support.python_kernels import share_every_prefix
+from ..support.python_kernels import LAYER, make_cache, share_every_prefix
 
 HEADS, KV_HEADS, WIDTH, V_WIDTH = 4, 2, 32, 24
 SCALE = 0.25
@@ -203,6 +203,23 @@ def test_layers_without_lists():
         with pytest.raises(ValueError, match="layer 0 was made without attention to lists"):
             cache.attention(0, qkv, positions=np.zeros((1, 1), np.int32))
         cache.attention(0, qkv)
+
+
+def test_layers_with_a_window():
+    """Layers with and without one may share kernels, in positional calls, so the layer decides."""
+    kernels = {
+        name: lambda *_: pytest.fail("called") for name in ("attend_listed", "attend_blocks")
+    }
+    cache = make_cache(kernels, layers=[LAYER, LAYER | {"kind": "mha_sliding", "window": 6}])
+    cache.add_sequence(0)
+    qkv = np.zeros((1, 8, 8), "float32")
+    with cache.forward([0], [1]):
+        cache.attention(0, qkv)
+        first = np.zeros((1, 1), np.int32)
+        for lists in ({"positions": first}, {"blocks": first, "block_size": 4}):
+            with pytest.raises(ValueError, match="not possible in layer 1, which has a window"):
+                cache.attention(1, qkv, **lists)
+        cache.attention(1, qkv)
 
 
 @pytest.mark.parametrize(

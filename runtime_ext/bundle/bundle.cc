@@ -228,12 +228,15 @@ ffi::Tensor Floats(const Values& values) {
 /*! \brief Scales of K and of V, a list each, as [2, heads]; any other number of lists as well. */
 ffi::Tensor ScaleRows(const Values& rows) {
   Values flat;
+  bool are_alike = !rows.empty();
   for (const ffi::Any& row : rows) {
-    for (const ffi::Any& scale : row.cast<Values>()) flat.push_back(scale);
+    const auto scales = row.cast<Values>();
+    are_alike = are_alike && scales.size() == rows[0].cast<Values>().size();
+    for (const ffi::Any& scale : scales) flat.push_back(scale);
   }
   const auto num_rows = static_cast<int64_t>(rows.size());
   const auto num_scales = static_cast<int64_t>(flat.size());
-  if (num_rows == 0 || num_scales % num_rows != 0) {
+  if (!are_alike) {
     Raise(kValueError, "kv_scales of a layer must be two lists, a scale for each head", kAdvice);
   }
   const std::array<int64_t, 2> shape{num_rows, num_scales / num_rows}, strides{shape[1], 1};

@@ -25,13 +25,8 @@ const char* ToString(RopeMode mode) {
 }
 
 std::string HashOf(const ffi::Tensor& tensor) {
-  const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*tensor.GetDLTensorPtr()));
-  const ffi::Tensor host = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, UncountedBytes());
-  const DLDevice device = tensor.device();
-  void* stream = CurrentStream(device);
-  CopyBytes(tensor, 0, host, 0, num_bytes, stream);
-  if (!IsHost(device)) Synchronize(device, stream);
-  return HexHash(std::string(static_cast<const char*>(host.data_ptr()), num_bytes));
+  const ffi::Tensor bytes = BytesOnHost(tensor);
+  return HexHash(std::string(static_cast<const char*>(bytes.data_ptr()), bytes.numel()));
 }
 
 /*! \brief What decides the rotation besides theta and scale, in words. */

@@ -16,6 +16,7 @@
 #include "config/cache_config_checks.h"
 #include "config/layer_kernels.h"
 #include "device/device_memory.h"
+#include "device/device_stream.h"
 #include "state/sequences/sequence_table.h"
 
 namespace pagedkv {
@@ -119,6 +120,13 @@ void CheckStaticScales(const LayerConfig& layer, DLDevice device) {
           "[2, ", layer.num_kv_heads, "] on the cache's device, got ", ShapeText(scales.shape()),
           " of ", ffi::DLDataTypeToString(dtype), " on device ", own.device_type, ":",
           own.device_id);
+  }
+  const ffi::Tensor bytes = BytesOnHost(scales);
+  const auto* values = static_cast<const float*>(bytes.data_ptr());
+  for (int64_t i = 0; i < scales.numel(); ++i) {
+    if (std::isnormal(values[i]) && values[i] > 0) continue;
+    Raise(kValueError, "kv_scales of layer ", layer.id,
+          " must be positive normal numbers of float32, got ", values[i]);
   }
 }
 

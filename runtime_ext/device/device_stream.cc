@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <exception>
 
+#include "device/device_memory.h"
+
 namespace pagedkv {
 
 namespace {
@@ -36,6 +38,16 @@ void* CurrentStream(DLDevice device) {
 void Synchronize(DLDevice device, void* stream) {
   static const ffi::Function& synchronize = Required("runtime.Device_StreamSync");
   synchronize(device, Handle(stream));
+}
+
+ffi::Tensor BytesOnHost(const ffi::Tensor& tensor) {
+  const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*tensor.GetDLTensorPtr()));
+  ffi::Tensor bytes = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, UncountedBytes());
+  const DLDevice device = tensor.device();
+  void* stream = CurrentStream(device);
+  CopyBytes(tensor, 0, bytes, 0, num_bytes, stream);
+  if (!IsHost(device)) Synchronize(device, stream);
+  return bytes;
 }
 
 void OrderStreams(DLDevice device, void* before, void* after) {

@@ -28,6 +28,9 @@ void* CurrentStream(DLDevice device);
 /*! \brief Blocks the host until all work queued on `stream` has finished. */
 void Synchronize(DLDevice device, void* stream);
 
+/*! \brief A copy of a compact tensor's bytes in memory of the host. */
+ffi::Tensor BytesOnHost(const ffi::Tensor& tensor);
+
 /*! \brief Lets later work on `after` wait for the work queued on `before` so far (an event). */
 void OrderStreams(DLDevice device, void* before, void* after);
 

@@ -168,6 +168,7 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"row_dtype", ffi::DLDataTypeToString(storage().RowDtype(config))},
           {"is_quantized", config.codec.has_value()},
           {"codec_revision", config.codec ? config.codec->revision : 0},
+          {"kv_scales", ffi::String(parts_.page_groups.layout().layers[layer.index].kv_scales)},
           {"sections", SectionsOf(layer.layout)},
           {"page_bytes", layer.layout.page_bytes}};
 }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -210,7 +212,8 @@ def test_codecs(tmp_path):
     layers = [pkv.LayerSpec(kv_dtype=codec, kv_scales=scales.get(codec)) for codec in CODECS]
     rope = pkv.RopeConfig(mode="none")
     config = pkv.KVCacheConfig(len(layers), 4, 2, 32, dtype="float32", layers=layers, rope=rope)
-    loaded = pkv.load_bundle(pkv.write_bundle(config, tmp_path / "bundle", bare=True))
+    folder = pkv.write_bundle(config, tmp_path / "bundle", bare=True)
+    loaded = pkv.load_bundle(folder)
     assert [layer.kv_dtype for layer in loaded.config.resolved().layers] == list(CODECS)
     cache = loaded.create(max_total_tokens=64)
     cache.add_sequence(0)
@@ -229,6 +232,15 @@ def test_codecs(tmp_path):
                 # A row may be rounded to the neighbour of a code.
                 np.testing.assert_allclose(out, o, atol=0.05 if name in ("int5", "int4") else 0.01)
     assert cache.stats()["num_used_pages"] == len(layers)  # one of each layer
+    manifest = json.loads((folder / "manifest.json").read_text())
+    layer = next(x for x in manifest["cache"]["layers"] if "kv_scales" in x)
+    layer["kv_scales"] = [[0.02, 0.02, 0.03], [0.01]]
+    text = json.dumps(manifest)
+    (folder / "manifest.json").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
+    with pytest.raises(ValueError, match="must be two lists, a scale for each head"):
+        pkv.load_bundle(folder).create()
 
 
 # --- the choice ---------------------------------------------------------------------------------

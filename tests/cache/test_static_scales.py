@@ -13,8 +13,10 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 from tir_kernels.codec import codec_of
 from tvm_pagedkv.config import KVCacheConfig
+from tvm_pagedkv.transfer import Receiver, Sender, local_channels
 
 from .. import reference
+from ..reference.quantized import keep
 from ..support.cache_cases import DIM, NUM_KV_HEADS, NUM_QO_HEADS, CachePair
 from ..support.python_kernels import KERNELS, LAYER, make_config
 from ..support.quantized_cache_cases import make_quantized
@@ -156,6 +158,52 @@ def test_files_know_the_scales(tmp_path):
         other = pkv.create(config_of(scales=scales))
         with pytest.raises(ValueError, match="kv_scales"):
             other.load(tmp_path / "same", {0: 3})
+        other.load(tmp_path / "same", {0: 3}, convert=True)
+
+
+def test_files_of_other_scales_are_rounded_again(tmp_path):
+    """Into static scales, out of them, and into others; pages of another type as well."""
+    print("seed 1")
+    normal = np.random.default_rng(1).standard_normal
+    configs = {
+        "alike": config_of("int8", [(0.03, 0.04)] * 4),
+        "others": config_of("int8", [(0.02, 0.03), None, (0.01, 0.02), (0.03, (0.02, 0.05))]),
+        "rows": config_of("int8", [None] * 4),
+        "plain": config_of(None, [None] * 4),
+    }
+    for source in configs:
+        cache = pkv.create(configs[source])
+        cache.add_sequence(0)
+        with cache.forward([0], [9]):
+            for layer in range(4):
+                cache.attention(layer, normal((9, NUM_QO_HEADS + 2 * NUM_KV_HEADS, DIM), "f4"))
+        rows = [x.numpy() for x in cache.debug_get_kv(0)]
+        cache.save(tmp_path / source)
+        for target, config in configs.items():
+            again = pkv.create(config)
+            if target != source:
+                with pytest.raises(ValueError, match="convert=True"):
+                    again.load(tmp_path / source)
+            again.load(tmp_path / source, convert=True)
+            is_same = target in (source, "plain")
+            found = [x.numpy() for x in again.debug_get_kv(0)]
+            for plane, layer in np.ndindex(2, 4):
+                static = config.resolved().layers[layer].kv_scales
+                static = None if static is None else np.array(static[plane], "f4")
+                want = rows[plane][layer]
+                want = want if is_same else keep(codec_of("int8"), want, static=static)
+                np.testing.assert_array_equal(found[plane][layer], want)
+
+
+def test_transfers_know_the_scales():
+    one, other = local_channels()
+    Sender(pkv.create(config_of()), one)
+    with pytest.raises(ValueError, match=r"layers\[0\].kv_scales is '\w+' here and '\w+' there"):
+        Receiver(pkv.create(config_of(scales=[(0.01, 0.03), *SCALES[1:]])), other)
+    one, other = local_channels()
+    Sender(pkv.create(config_of(scales=[None] * 4)), one)
+    with pytest.raises(ValueError, match=r"layers\[0\].kv_scales is '\w+' here and None there"):
+        Receiver(pkv.create(config_of()), other)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +220,12 @@ def test_files_know_the_scales(tmp_path):
         ((0.1, (0.1, float("inf"))), "positive numbers"),
         ((0.1, 1e-39), "positive numbers"),
         (((0.1, 0.1, 0.1), 0.1), "3 scales for 2 KV heads"),
+        ({0.1, 0.2}, "a pair"),
+        (b"\x01\x02", "a pair"),
+        (np.array(0.1), "a pair"),
+        (((True, True), 0.1), "numbers"),
+        ((0.1, {0.1}), "numbers"),
+        ((10**400, 0.1), "positive numbers"),
     ],
 )
 def test_what_is_no_scale(scales, message):
@@ -203,3 +257,8 @@ def test_wrong_tensors():
             make_quantized(layers, "int8")
     with pytest.raises(TypeError, match="kv_scales"):
         make_quantized([LAYER | {"kv_scales": 0.5}], "int8")
+    for value in (0.0, -1.0, 1e-39, np.inf, np.nan):
+        scales[1, 0] = value
+        layers = [LAYER | {"kv_scales": tvm.runtime.tensor(scales)}]
+        with pytest.raises(ValueError, match="kv_scales of layer 0 must be positive normal number"):
+            make_quantized(layers, "int8")

@@ -25,10 +25,10 @@ SCALES = [
 TOKENS = np.random.default_rng(0).integers(0, 256, 60)
 
 
-def checkpoint(folder, scales=SCALES, dtype="float32"):
+def checkpoint(folder, scales=SCALES, dtype="float32", of="int"):
     shutil.copytree(TINY, folder)
     config = json.loads((folder / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    scheme = {"num_bits": 8, "type": of, "strategy": "tensor", "dynamic": False}
     quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     config["quantization_config"] = quantization | {"config_groups": {}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -59,7 +59,7 @@ def test_logits(kv_dtype, tmp_path):
     transformers = pytest.importorskip("transformers")
     factor = 1 if kv_dtype == "float8_e4m3fn" else 3.5
     scaled = [{n: (np.array(v) * factor).tolist() for n, v in each.items()} for each in SCALES]
-    folder = checkpoint(tmp_path / "model", scaled)
+    folder = checkpoint(tmp_path / "model", scaled, of=kv_dtype.rstrip("_e4m3fn8"))
     model = DecoderModel.from_pretrained(
         folder, "float32", kv_dtype=kv_dtype, kv_scales="checkpoint"
     )
@@ -132,6 +132,13 @@ def test_choices_that_cannot_be(tmp_path):
     folder = checkpoint(tmp_path / "model")
     with pytest.raises(ValueError, match="kv_scales are for kv_dtype"):
         DecoderModel.from_pretrained(folder, "float32", kv_scales="checkpoint")
+    for kv_dtype, name in (
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        (("int8", "float8_e4m3fn"), "float8_e4m3fn"),
+        ("int4", "int4"),
+    ):
+        with pytest.raises(ValueError, match=f"are for kv_dtype 'int8', got '{name}'"):
+            DecoderModel.from_pretrained(folder, kv_dtype=kv_dtype, kv_scales="checkpoint")
     with pytest.raises(ValueError, match="kv_scales must be one of row, checkpoint"):
         DecoderModel.from_pretrained(folder, kv_scales="x")
 

@@ -18,6 +18,8 @@ from .page_format import PageFormat, page_groups
 # The text of a layout, as runtime_ext/checkpoint/checkpoint_metadata.cc writes it.
 _LAYOUT = re.compile(r"(page_size=\d+) dtype=([^;]*); (.*)", re.DOTALL)
 _RUN = re.compile(r"(\d{1,9}) x ([\w.,]+)")
+_LAYERS = re.compile(r"(\d{1,6}) x (.*)", re.DOTALL)
+_SCALES = re.compile(r" kv_scales=\w+$")
 
 
 def types_of(layout: str, num_layers: int) -> tuple[list[str], str]:
@@ -64,17 +66,36 @@ def formats_of(cache: CacheInspection, layout: str, *, convert: bool) -> list[Pa
     except ValueError:
         raise ValueError(message) from None
     own, own_rest = types_of(ours, num_layers)
-    if rest != own_rest:
+    if _without_scales(rest) != _without_scales(own_rest):
         raise ValueError(message)
     if not convert:
-        layer = next(i for i in range(num_layers) if theirs[i] != own[i])
+        layers = (i for i in range(num_layers) if theirs[i] != own[i])
+        layer = next(layers, None)
+        difference = "The static scales of K and V (kv_scales) differ"
+        if layer is not None:
+            difference = (
+                f"Layer {layer} has kv_dtype {theirs[layer]} in the file and {own[layer]} in the "
+                "cache"
+            )
         raise ValueError(
-            f"{message}. Layer {layer} has kv_dtype {theirs[layer]} in the file and {own[layer]} "
-            "in the cache: load it with convert=True, which rounds the rows again, or into a cache "
-            "with the file's kv_dtype"
+            f"{message}. {difference}: load it with convert=True, which rounds the rows again, or "
+            "into a cache with those of the file"
         )
     formats = [PageFormat.of(cache, layer, _kv_dtype(text)) for layer, text in enumerate(theirs)]
     return formats + own_formats[num_layers:]
+
+
+def _without_scales(layers: str) -> list[str]:
+    """Return the parts of a layout, one for each layer, without static scales: they are rounding.
+
+    Layers that differ in nothing else are in one part, or in several.
+    """
+    found = []
+    for part in layers.split("; "):
+        run = _LAYERS.fullmatch(part)
+        count, text = (int(run[1]), run[2]) if run else (1, part)
+        found += [_SCALES.sub("", text)] * count
+    return found
 
 
 def _kv_dtype(text: str) -> str:

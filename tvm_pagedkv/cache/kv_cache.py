@@ -373,8 +373,9 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         seq_ids : mapping or iterable of int, optional
             Ids in the file -> new ids, or ids to keep; None: all.
         convert : bool
-            Whether to take a file whose pages have another `kv_dtype`. Rows are dequantized and
-            rounded again, layer by layer, so the sequences do not continue bit for bit.
+            Whether to take a file whose pages have another `kv_dtype` or other static scales. Rows
+            are dequantized and rounded again, layer by layer, so the sequences do not continue bit
+            for bit.
 
         Returns
         -------
@@ -384,7 +385,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         Raises
         ------
         ValueError
-            If the file is damaged or has another layout (with `convert`: in more than `kv_dtype`),
+            If the file is damaged or has another layout (with `convert`: in more than these),
             or if an id is in use.
         KeyError
             If the file has no such sequence.

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -23,9 +21,10 @@ def freeze_scales(name: str, value: Any) -> Scales:
     ValueError, TypeError
         If they are not two, or one is no positive normal number of float32.
     """
-    if isinstance(value, (str, Real)) or not _has_length(value) or len(value) != 2:
+    pair = _listed(value)
+    if pair is None or len(pair) != 2:
         raise TypeError(f"{name} must be scales of K and of V, a pair, got {value!r}")
-    k, v = (_frozen(name, each) for each in value)
+    k, v = (_frozen(name, each) for each in pair)
     return k, v
 
 
@@ -44,21 +43,26 @@ def resolve_scales(name: str, scales: Scales, num_heads: int) -> tuple[tuple[flo
 
 
 def _frozen(name: str, value: Any) -> float | tuple[float, ...]:
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return _checked(name, float(value))
-    if isinstance(value, (str, bool)) or not _has_length(value):
+    if _is_number(value):
+        return _checked(name, value)
+    of_heads = _listed(value)
+    if not of_heads or not all(_is_number(x) for x in of_heads):
         raise TypeError(f"{name} must be numbers, or sequences of numbers, got {value!r}")
-    of_heads: Sequence = list(value)
-    if not of_heads or not all(isinstance(x, (Real, np.floating)) for x in of_heads):
-        raise TypeError(f"{name} must be numbers, or sequences of numbers, got {value!r}")
-    return tuple(_checked(name, float(x)) for x in of_heads)
+    return tuple(_checked(name, x) for x in of_heads)
 
 
-def _checked(name: str, value: float) -> float:
-    if not math.isfinite(value) or not _SMALLEST_NORMAL <= value <= _LARGEST:
+def _checked(name: str, value: Any) -> float:
+    if not _SMALLEST_NORMAL <= value <= _LARGEST:
         raise ValueError(f"{name} must be positive numbers of float32, got {value}")
-    return float(np.float32(value))
+    return float(np.float32(float(value)))
 
 
-def _has_length(value: Any) -> bool:
-    return hasattr(value, "__len__") and hasattr(value, "__iter__")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _listed(value: Any) -> list | tuple | None:
+    """Return a list, a tuple or an array with dimensions as a sequence; None for all else."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value.tolist()
+    return value if isinstance(value, (list, tuple)) else None

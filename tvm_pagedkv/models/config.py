@@ -224,6 +224,8 @@ class DecoderConfig:
         Type of the checkpoint. `default_dtype` decides in which type the model runs.
     overflows_float16 : bool
         Whether activations of the family are known to exceed the range of float16.
+    calibrated_for : str, optional
+        The ``kv_dtype`` that the static scales of K and V in the checkpoint are for, if it says so.
     """
 
     vocab_size: int
@@ -275,6 +277,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     overflows_float16: bool = False
+    calibrated_for: str | None = None
 
     @property
     def num_layers(self) -> int:

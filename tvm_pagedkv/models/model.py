@@ -159,7 +159,7 @@ class DecoderModel:
             kv_dtype=kv_dtype,
             state_dtype=state_dtype,
             budgets=layer_budgets(config, attention_budget, page_size),
-            kv_scales=layer_scales(config, tensors, kv_scales),
+            kv_scales=layer_scales(config, tensors, kv_scales, kv_dtype),
         )
         check_states(config, state_dtype)
         check_cache(source, config, options)

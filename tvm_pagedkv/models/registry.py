@@ -156,7 +156,8 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
             "checkpoint in float32, float16 or bfloat16"
         )
     whole = _with_text_fields(fields)
-    return replace(with_eos(reader(fields), whole), dtype=_dtype(whole))
+    config = with_eos(reader(fields), whole)
+    return replace(config, dtype=_dtype(whole), calibrated_for=_calibrated_for(quantization))
 
 
 def _quantizes_kv_only(quantization: Any) -> bool:
@@ -170,6 +171,15 @@ def _quantizes_kv_only(quantization: Any) -> bool:
         and bool(quantization.get("kv_cache_scheme"))
         and not quantization.get("config_groups")
     )
+
+
+def _calibrated_for(quantization: Any) -> str | None:
+    """Return the `kv_dtype` of a ``kv_cache_scheme``; None if there is none, or another one."""
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    if not isinstance(scheme, Mapping):
+        return None
+    types = {"float": "float8_e4m3fn", "int": "int8"}
+    return types.get(str(scheme.get("type"))) if scheme.get("num_bits") == 8 else None
 
 
 def _with_text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:

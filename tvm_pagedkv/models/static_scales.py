@@ -19,7 +19,12 @@ _OF_KV = re.compile(r"(?:attn\.|[kv]_proj\.)?(k|v|kv)_scale")
 LayerScales = tuple[tuple[int, Any], ...]
 
 
-def layer_scales(config: DecoderConfig, tensors: Tensors, choice: str) -> LayerScales:
+def layer_scales(
+    config: DecoderConfig,
+    tensors: Tensors,
+    choice: str,
+    kv_dtype: str | tuple[str, str] | None = None,
+) -> LayerScales:
     """Return the scales of K and of V of each layer that keeps them; empty for scales of rows.
 
     Parameters
@@ -28,15 +33,19 @@ def layer_scales(config: DecoderConfig, tensors: Tensors, choice: str) -> LayerS
     tensors : Tensors
         Of the checkpoint.
     choice : {"row", "checkpoint"}
+    kv_dtype : str or (str, str), optional
+        Of the pages.
 
     Raises
     ------
     ValueError
-        If the checkpoint lacks a scale of a layer, has two, or one that is no positive number.
+        If the checkpoint lacks a scale of a layer, has two, or one that is no positive number. If
+        it was calibrated for another `kv_dtype`, whose largest code is another one.
     """
     check_choice("kv_scales", choice, CHOICES)
     if choice == "row":
         return ()
+    _check_type(config.calibrated_for, tensors, kv_dtype)
     names = _scale_names(config, tensors)
     layers = [i for i in range(config.num_layers) if config.layers_of(i)[0].kind in MHA_KINDS]
     if not any((i, letter) in names for i in layers for letter in "kv"):
@@ -56,6 +65,17 @@ def layer_scales(config: DecoderConfig, tensors: Tensors, choice: str) -> LayerS
         except ValueError as error:
             raise ValueError(f"{tensors.path}, layer {i}: {error}") from None
     return tuple(found)
+
+
+def _check_type(calibrated_for: str | None, tensors: Tensors, kv_dtype) -> None:
+    if calibrated_for is None or kv_dtype is None:
+        return
+    for name in kv_dtype.split(",") if isinstance(kv_dtype, str) else kv_dtype:
+        if name != calibrated_for:
+            raise ValueError(
+                f"the static scales of {tensors.path} are for kv_dtype {calibrated_for!r}, got "
+                f"{name!r}"
+            )
 
 
 def is_scale(name: str) -> bool:

@@ -56,7 +56,9 @@ def _described(layer: dict[str, Any]) -> dict[str, Any]:
     if layer["kind"] == "conv":
         return {name: layer[name] for name in (*_ROW_FIELDS, "width")}
     # Sizes of plain pages follow from the other fields.
-    codec = ("sections", "page_bytes", "codec_revision")
+    codec = ["sections", "page_bytes", "codec_revision"]
+    if layer["kv_scales"]:  # of rows whose codes depend on them
+        codec.append("kv_scales")
     fields = (*_LAYER_FIELDS, *codec) if layer["is_quantized"] else _LAYER_FIELDS
     return {name: layer[name] for name in fields}
 

@@ -81,7 +81,8 @@ void Attention::AttendWithinBudget(int64_t layer_id, int64_t budget, double sm_s
 int64_t Attention::PagesToChoose(const StoredLayer& layer, int64_t budget) const {
   if (!step_->bounds().Has(layer)) {
     Raise(kValueError, "layer ", layer.config.id,
-          " was made without bounds of its pages: its LayerSpec needs page_bounds=True");
+          " was made without bounds of its pages: its LayerSpec needs page_bounds=True, and no ",
+          "window");
   }
   const int64_t page_size = storage_.config().page_size;
   if (budget < 2 * page_size || budget > kMaxBudget) {

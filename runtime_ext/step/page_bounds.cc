@@ -34,8 +34,9 @@ PageBounds::PageBounds(const LayerStorage& storage, const SequenceTable& table)
     : storage_(storage), table_(table), layers_(storage.layers().size()) {
   const DLDataType dtype = storage.config().dtype;
   for (const StoredLayer& layer : storage.layers()) {
-    if (!layer.kernels->Has(KernelName::kPageBounds)) continue;
     const LayerConfig& config = layer.config;
+    // Layers with and without a window may share kernels.
+    if (!layer.kernels->Has(KernelName::kPageBounds) || config.window > 0) continue;
     const int64_t num_pages = table.pool(layer.group).num_pages();
     const std::array<int64_t, 3> shape{num_pages, config.num_kv_heads, 2 * config.qk_head_dim};
     layers_[layer.index] = {AllocateTensor(ffi::ShapeView(shape.data(), shape.size()), dtype,

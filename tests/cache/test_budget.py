@@ -17,6 +17,7 @@ from tvm_pagedkv.transfer import Receiver, Sender, local_channels
 from .. import reference
 from ..reference.listed import attention_by_heads, expand_blocks
 from ..reference.page_bounds import bound_scores, choose_pages, page_bounds
+from ..support.python_kernels import LAYER, make_cache
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 4, 2, 16, 4, 0.25
 BUDGET = 18  # four whole pages, two of which are always the first and the last
@@ -194,6 +195,20 @@ def test_errors():
         assert list(missing(cache)) == [BOUNDED, PLAIN]
         cache.attention(BOUNDED, qkv, budget=8)
         cache.attention(PLAIN, qkv)
+
+
+def test_layers_with_a_window_have_no_bounds():
+    """Layers with and without one may share kernels, in positional calls, so the layer decides."""
+    names = "page_bounds", "choose_pages", "attend_blocks"
+    kernels = {name: lambda *_: pytest.fail("called") for name in names}
+    cache = make_cache(kernels, layers=[LAYER | {"kind": "mha_sliding", "window": 6}])
+    cache.add_sequence(0)
+    with cache.forward([0], [12]):
+        cache.attention(0, np.zeros((12, 8, 8), "float32"))
+    with cache.forward([0], [1]):
+        with pytest.raises(ValueError, match="needs page_bounds=True, and no window"):
+            cache.attention(0, np.zeros((1, 8, 8), "float32"), budget=8)
+        cache.attention(0, np.zeros((1, 8, 8), "float32"))
 
 
 @pytest.mark.parametrize(

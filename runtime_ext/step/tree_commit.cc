@@ -14,6 +14,7 @@ void TreeCommit::Commit(IntSpan sequence_ids, IntSpan leaves) {
   const StreamOrder::Call on_stream(&step_->stream_order());
   const StepPhase::Change change(&step_->phase());
   plan.Acquire();
+  if (plan.num_moves() > 0) step_->bounds().Forget();  // nodes come in place of others
   try {
     MoveNodes(&plan);
   } catch (...) {

@@ -12,7 +12,7 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv import LayerSpec
-from tvm_pagedkv.transfer import Receiver, Sender, local_channels
+from tvm_pagedkv.transfer import Receiver, Sender, _runtime, local_channels
 
 from .. import reference
 from ..reference.listed import attention_by_heads, expand_blocks
@@ -173,6 +173,37 @@ def test_received_rows_have_bounds():
             receiver.poll()
             sender.poll()
     for _ in range(8):
+        world.step([0], [1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nodes_of_several_steps_that_move(seed):
+    """A page of nodes has bounds, and then one of a later step comes into it."""
+    world = World(seed)
+    world.cache.add_sequence(0)
+    world.step([0], [22])
+    for parent in (-1, 0, 1, 0):
+        with world.cache.forward([0], [1], token_tree_parents=[parent]):
+            world.attend(1, budget=BUDGET)
+    world.cache.commit_tree([0], [3])
+    for _ in range(9):
+        world.step([0], [1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_received_rows_without_an_end(seed):
+    """A step may end a receive, as with the functions of the stock runtime."""
+    world = World(seed)
+    world.cache.add_sequence(0)
+    world.step([0], [23])
+    world.step([0], [1])
+    world.cache.pop_n(0, 2)
+    _, first, count = _runtime.prepare_recv(world.cache, 0, 2)
+    for layer in (BOUNDED, PLAIN):
+        pages = np.from_dlpack(_runtime.pages_of(world.cache, layer))
+        for slot in range(first, first + count):
+            pages[slot // PAGE, :, :, slot % PAGE] = world.normal(2, KV_HEADS, DIM)
+    for _ in range(9):
         world.step([0], [1])
 
 

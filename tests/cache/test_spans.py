@@ -155,6 +155,23 @@ def test_saved_sequences_go_on_and_spans_are_recorded_nowhere(tmp_path):
     np.testing.assert_array_equal(*outs)
 
 
+def test_an_aborted_step_leaves_no_span():
+    """Tokens behind where it began can be recorded."""
+    cache = pkv.create(config_of())
+    rows = np.zeros((6, HEADS + 2 * KV_HEADS, DIM), "float32")
+
+    def step(seq_id, aborts=False, **how):
+        cache.begin_forward([seq_id], [6], **how)
+        for layer in range(2):
+            cache.attention(layer, rows)
+        cache.abort_forward() if aborts else cache.end_forward()
+
+    cache.add_sequence(0)
+    step(0, tokens=range(6))
+    step(0, aborts=True, spans=[(0, 7, 11)])
+    step(0, tokens=range(6, 12))
+
+
 def test_refusals():
     cache = pkv.create(config_of())
     cache.add_sequence(0)

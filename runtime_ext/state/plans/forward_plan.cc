@@ -364,6 +364,11 @@ void ForwardPlan::AbortItems() noexcept {
     item.sequence->tree.Truncate(item.num_earlier_nodes);
     if (item.sequence->receive) item.sequence->receive->is_in_step = false;
     table_->Grow(item.sequence, -item.num_append);
+    // A span of this step; those of earlier ones begin before it.
+    int64_t& first_span = item.sequence->first_span;
+    if (item.sequence->window.TextLength(item.past_length) <= first_span) {
+      first_span = Sequence::kAllWritten;
+    }
     table_->prefixes().Truncate(item.sequence, item.sequence->committed_length());
   }
 }

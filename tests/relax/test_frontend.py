@@ -307,6 +307,13 @@ MLA_DIMS = {"mla_original_qk_head_dim": 16, "mla_original_v_head_dim": 16}
         ({"runtime": "other"}, ValueError),
         ({"rope_mode": [RopeMode.NONE]}, ValueError),  # for two layers
         ({"rope_mode": [RopeMode.NONE, RopeMode.NORMAL], "runtime": "stock"}, ValueError),
+        (
+            {
+                "rope_mode": [RopeMode.NORMAL, RopeMode.NONE],
+                "rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 16},
+            },
+            ValueError,
+        ),
         ({"layer_ropes": [pkv.RopeConfig()]}, ValueError),  # for two layers
         ({"layer_ropes": [pkv.RopeConfig(), {"theta": 1e4}]}, TypeError),
         (

@@ -6,6 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import spec
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as StockBase
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm_ffi import Shape
 
@@ -15,11 +19,14 @@ from .. import reference
 from ..reference.window import WindowedReferenceCache
 from ..support.selections import latin_square
 from .test_frontend import (
+    CAPACITIES,
     HEAD_DIM,
+    MODEL_TARGET,
     NUM_KV_HEADS,
     NUM_LAYERS,
     NUM_QO_HEADS,
     SM_SCALE,
+    AttentionOnly,
     _compile,
     _create,
     _qkv,
@@ -106,6 +113,36 @@ def test_layers_with_rotations_of_their_own(mode):
     first, second = cache.description["layers"]
     assert (first["rope_theta"], second["rope_theta"], second["rope_scale"]) == (1e4, 100.0, 0.5)
     assert '"rope_type": "proportional"' in cache.description["layout"]
+
+
+class OneOfTwo(AttentionOnly):
+    """A model whose first layer keeps nothing."""
+
+    def fused(self, qkv: nn.Tensor, cache: StockBase):
+        return cache.attention_with_fused_qkv(1, qkv, NUM_QO_HEADS, SM_SCALE)
+
+
+def test_what_is_said_of_layers_that_rotate_nothing_is_of_no_consequence():
+    ropes = [pkv.RopeConfig(theta=1e4), pkv.RopeConfig(theta=100.0)]
+    own = {"kinds": ["linear", "mha"], "layer_ropes": ropes}
+    model = OneOfTwo(pkv.PagedKVCache, {"mode": RopeMode.NONE}, **own)
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    qkv = spec.Tensor([1, "n", NUM_QO_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], "float32")
+    module, _ = model.export_tvm(
+        {
+            "create": {name: int for name in CAPACITIES} | {"$": plain},
+            "fused": {"qkv": qkv, "cache": spec.Object(object_type=StockBase), "$": plain},
+        }
+    )[:2]
+    vm = relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
+    cache = _create(vm)
+    cache.add_sequence(0)
+    rows = _qkv(np.random.default_rng(0), 9)
+    with cache.forward([0], [9]):
+        vm["fused"](tvm.runtime.tensor(rows[None]), cache)
+    k = rows[:, NUM_QO_HEADS : NUM_QO_HEADS + NUM_KV_HEADS]
+    want = reference.rotate(k, np.arange(9), reference.Rope(100.0, rotary_dim=HEAD_DIM))
+    reference.assert_close(cache.debug_get_kv(0)[0].numpy()[0], want, "float32")
 
 
 @pytest.mark.parametrize("mode", [RopeMode.NONE, RopeMode.NORMAL], ids=["none", "normal"])

@@ -219,7 +219,7 @@ class PagedKVCache(PagedKVCacheObject):
                 f"them; got runtime {runtime!r} and kinds {sorted(set(kinds))}"
             )
         _check_index_lane(kinds, index_lane, runtime, target)
-        rope = base_rope(ropes)
+        rope = base_rope(ropes, kinds)
         is_mixed = "mla" in kinds and not set(MHA_KINDS).isdisjoint(kinds)
         if lists and (runtime == "stock" or is_mixed):
             raise ValueError(

@@ -57,10 +57,18 @@ def own_ropes(layer_ropes: Sequence[RopeConfig], num_layers: int) -> list[RopeCo
     return ropes
 
 
-def base_rope(ropes: Sequence[RopeConfig]) -> RopeConfig:
-    """Return the rotation with which kernels are compiled that layers do not have of their own."""
-    rotations = [rope for rope in ropes if rope.mode != "none"]
-    return (rotations or list(ropes))[0]
+def base_rope(ropes: Sequence[RopeConfig], kinds: Sequence[str]) -> RopeConfig:
+    """Return the rotation with which kernels are compiled that layers do not have of their own.
+
+    It is the first one among layers with K and V: those of other kinds rotate nothing.
+    """
+    own = [rope for rope, kind in zip(ropes, kinds, strict=True) if kind in MHA_KINDS]
+    rotations = [rope for rope in own if rope.mode != "none"]
+    base = (rotations or own or list(ropes))[0]
+    is_mixed = 0 < len(rotations) < len(own)
+    if is_mixed and base.scaling_dict.get("rope_type") == "longrope":
+        raise ValueError("longrope is for all layers: one with RopeMode.NONE cannot be beside it")
+    return base
 
 
 def mode_number(rope: RopeConfig) -> int:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.generation.parameters import Window, sample
 from tvm_pagedkv.models import DecoderModel, ParallelModel
+from tvm_pagedkv.models.source import TINY, open_model
 from tvm_pagedkv.models.tokens import check_batch, check_tokens
 
 from ..support.in_child import failures
@@ -148,6 +152,23 @@ def test_windows_that_are_no_integers(value):
     for fields in ({"size": value}, {"size": 8, "sinks": value}):
         with pytest.raises(TypeError, match="must be an integer, got"):
             Window(**fields)
+
+
+def test_tokenizers_that_cut_and_pad(tmp_path):
+    """Files keep how the texts of a training were cut and padded; prompts are neither."""
+    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    more = {"stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    fields["truncation"] = {"max_length": 8, **more}
+    pad = {"direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    fields["padding"] = {"strategy": {"Fixed": 64}, "pad_token": "x", **pad}
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    text = "def f(x):\n    return x + 1\n"
+    found, expected = (open_model(each).tokenizer().encode(text).ids for each in (folder, TINY))
+    assert found == expected and len(found) > 8
+    (folder / "tokenizer.json").rename(folder / "tiktoken.model")
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json, and its tiktoken.model is not"):
+        open_model(folder).tokenizer()
 
 
 if __name__ == "__main__":

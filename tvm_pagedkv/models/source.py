@@ -107,11 +107,17 @@ class HuggingFaceModel:
 
         file = self.path / "tokenizer.json"
         if not file.is_file():
-            raise FileNotFoundError(f"{self.path} has no tokenizer.json")
+            other = "tiktoken.model"  # of Kimi
+            hint = f", and its {other} is not read" if (self.path / other).is_file() else ""
+            raise FileNotFoundError(f"{self.path} has no tokenizer.json{hint}")
         try:
-            return Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
+        # Files keep how texts of the training were cut and padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def chat_template(self) -> ChatTemplate | None:
         """Return the chat template; None if there is none."""

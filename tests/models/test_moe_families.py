@@ -137,6 +137,10 @@ VARIANTS = {
         {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "norm_topk_prob": False},
     ),
     "mixtral, no window": ("mixtral", {"sliding_window": None}),
+    "llama4, dense": (
+        "llama4_text",
+        {"moe_layers": [], "num_local_experts": 0, "num_experts_per_tok": 0, "no_rope_layers": []},
+    ),
 }  # fmt: skip
 QUICK = ("qwen3_moe", "gpt_oss", "llama4_text")
 

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv.models.registry import config_from_fields
 from tvm_pagedkv.models.source import TINY
 
 NAME = "model.layers.{}.self_attn.{}"
@@ -22,6 +23,7 @@ SCALES = [
     {"attn.k_scale": 0.015, "attn.v_scale": 0.005},
     {"kv_scale": [[[0.01]], [[0.008]]]},
 ]
+OLDER = {"k_proj.output_scale": 0.02, "v_proj.output_scale": 0.01}  # as compressed-tensors began
 TOKENS = np.random.default_rng(0).integers(0, 256, 60)
 
 
@@ -51,6 +53,29 @@ def test_scales_are_not_needed(tmp_path):
     found = DecoderModel.from_pretrained(checkpoint(tmp_path / "model"), "float32")
     expected = DecoderModel.from_pretrained(TINY, "float32")
     np.testing.assert_array_equal(logits_of(found), logits_of(expected))
+
+
+def test_older_names_and_files_of_modelopt(tmp_path):
+    older = checkpoint(tmp_path / "older", [OLDER] * 4)
+    newer = checkpoint(tmp_path / "newer", [{"k_scale": 0.02, "v_scale": 0.01}] * 4)
+    config = json.loads((newer / "config.json").read_text())
+    for fields, kv_dtype in (
+        ({"quant_algo": None, "kv_cache_quant_algo": "INT8"}, "int8"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "float8_e4m3fn"),
+    ):
+        config["quantization_config"] = {"quant_method": "modelopt", **fields}
+        assert config_from_fields(config).calibrated_for == kv_dtype
+    config["quantization_config"] |= {"quant_algo": "FP8"}
+    with pytest.raises(ValueError, match="quantized weights"):
+        config_from_fields(config)
+    models = [
+        DecoderModel.from_pretrained(each, "float32", kv_dtype="int8", kv_scales="checkpoint")
+        for each in (older, newer)
+    ]
+    assert models[0].options.kv_scales == models[1].options.kv_scales
+    rows = [logits_of(DecoderModel.from_pretrained(each, "float32")) for each in (older, TINY)]
+    np.testing.assert_array_equal(*rows)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])

@@ -24,7 +24,10 @@ def llama4(fields: Mapping[str, Any]) -> DecoderConfig:
     num_layers = read.positive(fields, "num_hidden_layers")
     interval = read.positive(fields, "no_rope_layer_interval", 4)
     default = [bool((i + 1) % interval) for i in range(num_layers)]
-    rotates = read.flags(fields, "no_rope_layers", default)
+    # An empty list, as published, stands for the interval.
+    rotates = (
+        read.flags(fields, "no_rope_layers", default) if fields.get("no_rope_layers") else default
+    )
     kinds, states = [read.FULL] * num_layers, {}
     if fields.get("attention_chunk_size", 8192) is not None:
         chunk = read.positive(fields, "attention_chunk_size", 8192)
@@ -32,25 +35,6 @@ def llama4(fields: Mapping[str, Any]) -> DecoderConfig:
         kinds = [CHUNKED if each else read.FULL for each in rotates]
         kinds = read.layer_kinds(fields, kinds, (read.FULL, CHUNKED))
     layers = read.with_rope_where(read.layers(fields, kinds, states), rotates)
-    width = read.positive(fields, "intermediate_size", 8192)
-    experts = Experts(
-        num_experts(fields, 16),
-        read.positive(fields, "num_experts_per_tok", 1),
-        width,
-        "sigmoid",
-        normalizes=False,
-        scales_inputs=True,
-        shared_width=width,
-        dense_layers=_dense_layers(fields, num_layers),
-        names=ExpertNames(
-            block="feed_forward",
-            router="router",
-            shared="shared_expert",
-            fused_gate_up="gate_up_proj",
-            is_stacked=True,
-            is_transposed=True,
-        ),
-    )
     plain = tuple(i for i, each in enumerate(rotates) if not each)
     scale = QueryScale(
         read.positive(fields, "floor_scale", 8192),
@@ -68,10 +52,36 @@ def llama4(fields: Mapping[str, Any]) -> DecoderConfig:
         qkv_bias=bias,
         o_bias=bias,
         activation=read.silu(fields),
-        experts=experts,
+        experts=_experts(fields, num_layers),
         names=TensorNames(mlp="feed_forward"),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
+    )
+
+
+def _experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
+    """Return the experts; None for small models, whose layers are all dense."""
+    dense_layers = _dense_layers(fields, num_layers)
+    if len(dense_layers) == num_layers:
+        return None
+    width = read.positive(fields, "intermediate_size", 8192)
+    return Experts(
+        num_experts(fields, 16),
+        read.positive(fields, "num_experts_per_tok", 1),
+        width,
+        "sigmoid",
+        normalizes=False,
+        scales_inputs=True,
+        shared_width=width,
+        dense_layers=dense_layers,
+        names=ExpertNames(
+            block="feed_forward",
+            router="router",
+            shared="shared_expert",
+            fused_gate_up="gate_up_proj",
+            is_stacked=True,
+            is_transposed=True,
+        ),
     )
 
 

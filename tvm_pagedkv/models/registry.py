@@ -161,23 +161,29 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _quantizes_kv_only(quantization: Any) -> bool:
-    """Whether a ``quantization_config`` of compressed-tensors leaves all weights as they are.
+    """Whether a ``quantization_config`` leaves all weights as they are, but not K and V.
 
-    Such a file has scales of K and V. Pages do not need them: each row gets a scale of its own.
+    Such a file has scales of K and V. Pages do not need them: each row gets a scale of its own. It
+    is of compressed-tensors, or of ModelOpt with an algorithm for the cache alone.
     """
-    return (
-        isinstance(quantization, Mapping)
-        and quantization.get("quant_method") == "compressed-tensors"
-        and bool(quantization.get("kv_cache_scheme"))
-        and not quantization.get("config_groups")
-    )
+    if not isinstance(quantization, Mapping) or quantization.get("config_groups"):
+        return False
+    method = quantization.get("quant_method")
+    has_scheme = bool(quantization.get("kv_cache_scheme"))
+    if method == "modelopt":
+        has_scheme = has_scheme or bool(quantization.get("kv_cache_quant_algo"))
+        return has_scheme and quantization.get("quant_algo") is None
+    return method == "compressed-tensors" and has_scheme
 
 
 def _calibrated_for(quantization: Any) -> str | None:
     """Return the `kv_dtype` of a ``kv_cache_scheme``; None if there is none, or another one."""
-    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
-    if not isinstance(scheme, Mapping):
+    if not isinstance(quantization, Mapping):
         return None
+    scheme = quantization.get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping):
+        algorithms = {"FP8": "float8_e4m3fn", "INT8": "int8"}
+        return algorithms.get(str(quantization.get("kv_cache_quant_algo")))
     types = {"float": "float8_e4m3fn", "int": "int8"}
     return types.get(str(scheme.get("type"))) if scheme.get("num_bits") == 8 else None
 

@@ -33,6 +33,7 @@ def sampling_defaults(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
             is_off = name in ("temperature", "top_k") and fields.get(name) == 0
+            is_off = is_off or name == "top_k" and fields.get(name) == -1  # so vLLM has it
             value = 0 if is_off else positive_number(fields, name, None)
             if value is not None:
                 found[name] = int(value) if name == "top_k" else float(value)

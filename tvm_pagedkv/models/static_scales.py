@@ -14,8 +14,8 @@ from .config import DecoderConfig
 from .source import Tensors
 
 CHOICES = ("row", "checkpoint")
-# One tensor for a head, or for all: of compressed-tensors, vLLM and ModelOpt.
-_OF_KV = re.compile(r"(?:attn\.|[kv]_proj\.)?(k|v|kv)_scale")
+# One tensor for a head, or for all: of compressed-tensors (now and as it began), vLLM and ModelOpt.
+_OF_KV = re.compile(r"(?:attn\.|[kv]_proj\.)?(k|v|kv)_scale|(k|v)_proj\.output_scale")
 LayerScales = tuple[tuple[int, Any], ...]
 
 
@@ -80,20 +80,20 @@ def _check_type(calibrated_for: str | None, tensors: Tensors, kv_dtype) -> None:
 
 def is_scale(name: str) -> bool:
     """Whether a tensor of a checkpoint is a static scale of attention."""
-    return re.search(r"\.(k|v|kv|q|prob)_scale$", name) is not None
+    return re.search(r"\.(k|v|kv|q|prob)_scale$|\.[qkv]_proj\.output_scale$", name) is not None
 
 
 def _scale_names(config: DecoderConfig, tensors: Tensors) -> dict[tuple[int, str], str]:
     """Return the tensor of each layer and of K and V; a ValueError if there are two for one."""
     pattern = re.compile(
-        rf"{re.escape(config.names.model)}\.layers\.(\d+)\.self_attn\.{_OF_KV.pattern}"
+        rf"{re.escape(config.names.model)}\.layers\.(\d+)\.self_attn\.(?:{_OF_KV.pattern})"
     )
     found: dict[tuple[int, str], str] = {}
     for name in tensors.names():
         match = pattern.fullmatch(name)
         if match is None:
             continue
-        for letter in match[2]:
+        for letter in match[2] or match[3]:
             key = int(match[1]), letter
             if key in found:
                 raise ValueError(f"{tensors.path} has two scales: {found[key]} and {name}")

@@ -61,6 +61,16 @@ void PageBounds::Forget() {
 
 const ffi::Tensor& PageBounds::Update(const StoredLayer& layer, const PageTable& pages) {
   Layer& known = layers_[layer.index];
+  try {
+    Compute(layer, pages, &known);
+  } catch (...) {  // pages are noted before the kernel has run
+    std::fill(known.covered.begin(), known.covered.end(), Covered{});
+    throw;
+  }
+  return known.bounds;
+}
+
+void PageBounds::Compute(const StoredLayer& layer, const PageTable& pages, Layer* known) const {
   const PagePool& pool = table_.pool(layer.group);
   const auto page_size = static_cast<int32_t>(storage_.config().page_size);
   const int32_t *indptr = DataOf(pages.indptr), *ids = DataOf(pages.page_ids);
@@ -71,19 +81,17 @@ const ffi::Tensor& PageBounds::Update(const StoredLayer& layer, const PageTable&
       const int32_t page = ids[entry];
       const int32_t num_slots = entry + 1 < indptr[i + 1] ? page_size : last_lengths[i];
       const Covered now{pool.Generation(page), num_slots};
-      Covered& covered = known.covered[page];
+      Covered& covered = known->covered[page];
       if (covered.generation == now.generation && covered.num_slots == now.num_slots) continue;
       covered = now;
       missing.push_back(page);
       lengths.push_back(num_slots);
     }
   }
-  if (!missing.empty()) {
-    const DLDevice device = storage_.device();
-    layer.kernels->Get(KernelName::kPageBounds)(layer.pages, TensorOf(missing, device),
-                                                TensorOf(lengths, device), known.bounds);
-  }
-  return known.bounds;
+  if (missing.empty()) return;
+  const DLDevice device = storage_.device();
+  layer.kernels->Get(KernelName::kPageBounds)(layer.pages, TensorOf(missing, device),
+                                              TensorOf(lengths, device), known->bounds);
 }
 
 }  // namespace pagedkv

@@ -49,6 +49,9 @@ class PageBounds {
     std::vector<Covered> covered;  // [page]
   };
 
+  /*! \brief Does what Update does; where it fails, some pages are noted that lack bounds. */
+  void Compute(const StoredLayer& layer, const PageTable& pages, Layer* known) const;
+
   const LayerStorage& storage_;
   const SequenceTable& table_;
   std::vector<Layer> layers_;  // as LayerStorage::layers

@@ -207,6 +207,28 @@ def test_received_rows_without_an_end(seed):
         world.step([0], [1])
 
 
+def test_bounds_that_could_not_be_computed():
+    """The step that failed may be made again, and all of its pages still lack bounds."""
+    calls = []
+
+    def bounds(pages, ids, lengths, out):
+        calls.append(np.from_dlpack(ids).tolist())
+        if len(calls) == 1:
+            raise MemoryError("once")
+
+    others = {"choose_pages": lambda *_: None, "attend_blocks": lambda *_: None}
+    cache = make_cache({"page_bounds": bounds, **others}, layers=[LAYER])
+    cache.add_sequence(0)
+    rows = np.zeros((17, 8, 8), "float32")
+    with cache.forward([0], [17]):
+        cache.attention(0, rows)
+    with pytest.raises(MemoryError, match="once"), cache.forward([0], [1]):
+        cache.attention(0, rows[:1], budget=8)
+    with cache.forward([0], [1]):
+        cache.attention(0, rows[:1], budget=8)
+    assert len(calls[0]) == 5 and calls[1] == calls[0]
+
+
 def test_errors():
     cache = pkv.create(CONFIG)
     cache.add_sequence(0)

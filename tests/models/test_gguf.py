@@ -166,8 +166,10 @@ def test_folder_with_a_file_and_its_sampling(directory, tmp_path):
         open_model(tmp_path)
 
 
-def test_quantized_projections_of_latent_rows(tmp_path):
-    """Those of K are transposed in the file, so their codes are not kept."""
+@pytest.fixture(scope="module")
+def quantized_latent(tmp_path_factory):
+    """A model whose projections of K are transposed in the file; its directory and the file."""
+    folder = tmp_path_factory.mktemp("latent")
     model_type, fields, keys, _ = CASES["deepseek v3"]
     wide = {
         "qk_nope_head_dim": 32,
@@ -175,14 +177,24 @@ def test_quantized_projections_of_latent_rows(tmp_path):
         "q_lora_rank": 32,
         "moe_intermediate_size": 32,
     }
-    write_checkpoint(tmp_path, model_type, SHAPE | fields | wide | {"intermediate_size": 96})
+    write_checkpoint(folder, model_type, SHAPE | fields | wide | {"intermediate_size": 96})
     kind = gguf.GGMLQuantizationType.Q8_0
-    file = write_gguf(tmp_path, tmp_path / "model.gguf", keys=keys, quantization=kind)
+    return folder, write_gguf(folder, folder / "model.gguf", keys=keys, quantization=kind)
+
+
+def test_quantized_projections_of_latent_rows(quantized_latent):
+    folder, file = quantized_latent
     tensors, name = open_model(file).tensors(), "model.layers.1.self_attn.kv_b_proj.weight"
     found = tensors.read(name, (4 * (32 + 32), 32))
-    expected = HuggingFaceModel(tmp_path).tensors().read(name, found.shape)
+    expected = HuggingFaceModel(folder).tensors().read(name, found.shape)
     assert 0 < np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
     assert tensors.format(name) == "Q8_0"
+
+
+@pytest.mark.slow
+def test_models_with_quantized_projections_of_latent_rows(quantized_latent):
+    """The codes of those of K are of other groups than the model's, so they are not kept."""
+    _, file = quantized_latent
     tokens, logits = [3, 77, 5, 290, 18], []
     for weights_as in ("float", "auto"):
         model = DecoderModel.from_pretrained(file, "float32", weights=weights_as)

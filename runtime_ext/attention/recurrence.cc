@@ -12,7 +12,7 @@
 namespace pagedkv {
 
 void Recurrence::RequireFirstCall(const StoredLayer& layer, const char* what) const {
-  if (!step_->HasAppended(layer)) return;
+  if (last_scan_[layer.index] != step_->number()) return;
   Raise(kValueError, what, " of layer ", layer.config.id,
         " was called in this step already: it updates the states in place");
 }
@@ -53,7 +53,8 @@ void Recurrence::Update(int64_t layer_id, double scale, ffi::Tensor q, ffi::Tens
   } else {
     append(k, v, log_decay, slots, layer.pages);
   }
-  step_->NoteAppend(layer);
+  // A scan that fails may have changed states: it is not repeated, and does not count as written.
+  last_scan_[layer.index] = step_->number();
   auto states = [&](StateArray array) -> const ffi::Tensor& {
     return arrays.states(layer.state_group, array);
   };
@@ -61,6 +62,7 @@ void Recurrence::Update(int64_t layer_id, double scale, ffi::Tensor q, ffi::Tens
       q, layer.pages, layer.states, states(StateArray::kSegmentIndptr),
       states(StateArray::kRowIndptr), states(StateArray::kSlots), states(StateArray::kRows),
       states(StateArray::kReadPages), states(StateArray::kWritePages), o, scale);
+  step_->NoteAppend(layer);
 }
 
 void Recurrence::Convolve(int64_t layer_id, ffi::Tensor x, ffi::Tensor weight, ffi::Tensor o,

@@ -13,6 +13,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "step/step.h"
 
@@ -21,7 +22,8 @@ namespace pagedkv {
 class Recurrence {
  public:
   /*! \param step Must outlive this. */
-  explicit Recurrence(Step* step) : step_(step), storage_(step->storage()) {}
+  explicit Recurrence(Step* step)
+      : step_(step), storage_(step->storage()), last_scan_(storage_.layers().size(), 0) {}
 
   /*!
    * \brief Appends the ingredients of the step's rows, and takes the states of its sequences
@@ -48,6 +50,7 @@ class Recurrence {
 
   Step* step_;
   const LayerStorage& storage_;
+  std::vector<int64_t> last_scan_;  // [layer] number of the step that began one
 };
 
 }  // namespace pagedkv

@@ -77,8 +77,13 @@ def test_decode(family, tmp_path):
     options = {"page_size": PAGE_SIZE, "attention_budget": BUDGET}
     ours = DecoderModel.from_pretrained(tmp_path, "float32", **options)
     cache = ours.create_cache(2, 128, 64)
+    cache.add_sequence(1)  # a prefill of one row is no decode step
+    ours.prefill(cache, [1], [prompt[:-1]])
+    by_parts = ours.prefill(cache, [1], [prompt[-1:]])[0]
+    cache.remove_sequence(1)
     cache.add_sequence(0)
     found = [ours.prefill(cache, [0], [prompt])[0]]
+    assert_close(by_parts, found[0])
     cache.fork_sequence(0, 1, 20)  # whose steps do not change those of the other
     found += [ours.decode(cache, [0, 1], [token, token])[0] for token in tokens]
     assert_close(np.stack(found), np.stack(expected))

@@ -143,7 +143,7 @@ class Attention(nn.Module):
         if self.indexer is not None:
             blocks, size = self.indexer(x, cache, layer + 1), self.indexer.blocks.size
             out = cache.attention_to_blocks(layer, op.squeeze(qkv, 0), blocks, size, *how)
-        elif self.budget is not None:
+        elif self.budget is not None and step.is_decode:
             out = cache.attention_within_budget(layer, op.squeeze(qkv, 0), self.budget, *how)
         else:
             out = cache.attention_with_fused_qkv(layer, qkv, *how)

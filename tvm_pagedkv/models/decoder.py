@@ -62,7 +62,10 @@ class Decoder(nn.Module):
         return x if self.per_layer is None else self.per_layer(ids, x)
 
     def hidden(self, x: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
-        step = StepRows(inputs=x)
+        return self._hidden(x, cache, is_decode=True)
+
+    def _hidden(self, x: nn.Tensor, cache: PagedKVCacheObject, is_decode: bool) -> nn.Tensor:
+        step = StepRows(inputs=x, is_decode=is_decode)
         if self.per_layer is not None:
             x = self.per_layer.hidden(x)
         if self.streams is not None:
@@ -74,8 +77,9 @@ class Decoder(nn.Module):
     def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
         options, width = self.options, self.config.stream_width
         kernel = kernels.take_rows(width, options.dtype, options.vector)
+        hidden = self._hidden(x, cache, is_decode=False)
         out = nn.Tensor.placeholder((rows.shape[0], width), options.dtype)
-        last = op.tensor_ir_op(kernel, "take_rows", [self.hidden(x, cache), rows], out)
+        last = op.tensor_ir_op(kernel, "take_rows", [hidden, rows], out)
         return self._logits(last)
 
     def decode(self, x: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:

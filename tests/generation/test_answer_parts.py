@@ -112,10 +112,12 @@ def test_a_conversation_answers_to_what_was_said(model, harmony, tmp_path):
     assert other.messages == chat.messages
 
 
-def test_events_have_what_is_said(model, harmony):
+@pytest.mark.parametrize("stop", [(), ("thanks",), ("lol",), ("see also",)], ids=str)
+def test_events_have_what_is_said(model, harmony, stop):
+    """Also where the name of a channel may be the beginning of a stop string."""
     text = f"{THOUGHT}<|channel|>final<|message|>You, é."
     harmony[:] = [*tokens_of(text), model.config.eos_token_ids[0]]
-    params = SamplingParams(temperature=0, max_tokens=100)
+    params = SamplingParams(temperature=0, max_tokens=100, stop=stop)
     *events, finished, _ = said(generate(model, ["Who?"], params), model.tokenizer)
     assert "".join(event.text for event in events) == finished.text == "You, é."
     assert [event.token for event in events] == tokens_of(text)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tokenizers.decoders import DecodeStream
 
 from ..cache import KVCache
 from ..config import ITEMSIZE
@@ -19,6 +18,7 @@ from .page_budget import PageBudget
 from .parameters import SamplingParams, sample
 from .speculative import PromptLookup
 from .stop_strings import StopStrings
+from .text_stream import TextStream
 
 _TIER = re.compile("reused_(.+)_tokens")
 
@@ -34,11 +34,11 @@ class Continuation:
     lookup: PromptLookup | None
     length: int  # positions of the sequence, without uncommitted nodes
     stops: StopStrings
+    stream: TextStream
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     undecided: list[int] = field(default_factory=list)  # tokens whose events wait for `stops`
     decided: str = ""  # their text, without what `stops` holds
-    stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
 
 
 class Batch:
@@ -55,6 +55,8 @@ class Batch:
         Whether the cache is told the tokens of continuations, so that later prompts find them.
     on_peak_usage : callable, optional
         Called with the cache whenever more pages are in use than before.
+    continues_text : sequence of bool, optional
+        Which prompts are texts that are continued, not messages to answer; None: none of them.
     """
 
     def __init__(
@@ -66,9 +68,13 @@ class Batch:
         budget: PageBudget,
         records_tokens: bool,
         on_peak_usage: Callable[[KVCache], None] | None,
+        continues_text: Sequence[bool] | None = None,
     ) -> None:
         self.model, self.cache, self.prompts, self.params = model, cache, prompts, params
         self.budget, self.records_tokens, self.on_peak_usage = budget, records_tokens, on_peak_usage
+        self.continues_text = continues_text or [False] * len(prompts)
+        added = model.tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {id for id, each in added.items() if each.special}
         options = model.options
         self.work = Work(
             model.config,
@@ -84,6 +90,11 @@ class Batch:
         self.running: list[Continuation] = []
         self.finished: list[Continuation] = []  # their sequences still exist
         self.num_removed = 0
+
+    def stream_of(self, prompt: int) -> TextStream:
+        """Return the text of a new continuation of a prompt."""
+        before = self.prompts[prompt] if self.continues_text[prompt] else ()
+        return TextStream(self.model.tokenizer, before)
 
     def advance(
         self, c: Continuation, logits: np.ndarray
@@ -105,12 +116,14 @@ class Batch:
         if token in self.model.config.eos_token_ids:
             reason = "stop"
         else:
+            if token in self.special_tokens:  # no stop string goes on behind it
+                c.decided += c.stops.rest()
+                yield from self._tell(c)
             c.tokens.append(token)
             if c.lookup:
                 c.lookup.append(token)
             c.undecided.append(token)
-            added = c.stream.step(self.model.tokenizer, token) or ""
-            piece, is_stop = c.stops.push(added)
+            piece, is_stop = c.stops.push(c.stream.push(token))
             c.decided += piece
             if is_stop:
                 reason = "stop"

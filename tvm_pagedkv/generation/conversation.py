@@ -13,7 +13,7 @@ from ..models import DecoderModel, encode_chat
 from .answer_parts import AnswerParts
 from .engine import Run
 from .events import FinishedEvent, Statistics, TextEvent
-from .parameters import SamplingParams
+from .parameters import SamplingParams, check_text
 from .settings import Settings
 
 DEFAULT_MAX_TOTAL_TOKENS = 4096
@@ -238,6 +238,7 @@ class Conversation:
         """Return the tokens that the model continues."""
         if not message.strip():
             raise ValueError("the message is empty")
+        check_text("the message", message)
         if self.model.chat_template is None:
             return [*self.tokens, *self._encode(message, True)]
         return self._encode_chat([*self.messages, {"role": "user", "content": message}])

@@ -102,7 +102,9 @@ def generate(
         cache,
     )
     encoded = [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)]
-    return Run(model, encoded, params or SamplingParams.for_model(model), settings).events()
+    params = params or SamplingParams.for_model(model)
+    are_texts = [isinstance(prompt, str) for prompt in prompts]
+    return Run(model, encoded, params, settings, are_texts).events()
 
 
 class Run:
@@ -114,6 +116,8 @@ class Run:
     prompts : list of token ids
     params : SamplingParams
     settings : Settings
+    continues_text : sequence of bool, optional
+        As for `Batch`.
 
     Raises
     ------
@@ -127,6 +131,7 @@ class Run:
         prompts: list[list[int]],
         params: SamplingParams,
         settings: Settings,
+        continues_text: Sequence[bool] | None = None,
     ) -> None:
         settings.check(model)
         chunk, page_size = settings.prefill_chunk_size, model.options.page_size
@@ -154,9 +159,15 @@ class Run:
             cache = model.create_cache(*capacities, use_long_rope_factors=has_long_texts, **tiers)
         self.owns_cache, self.has_tiers = settings.cache is None, settings.tiers is not None
         self.remote = RemotePrefill(cache, channel) if channel else None
-        records_tokens = settings.reuses_prefixes
         self.batch = Batch(
-            model, cache, prompts, params, budget, records_tokens, settings.on_peak_usage
+            model,
+            cache,
+            prompts,
+            params,
+            budget,
+            settings.reuses_prefixes,
+            settings.on_peak_usage,
+            continues_text,
         )
         self.batch.statistics.pages_total = num_pages
         self.prefill = Prefill(self.batch, settings, num_slots, num_pages, self.remote)

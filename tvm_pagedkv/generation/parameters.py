@@ -115,11 +115,20 @@ class Window:
             )
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise a ValueError for a text with halves of characters, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at {error.start}") from None
+
+
 def encode_prompt(
     model: DecoderModel, index: int, prompt: str | Sequence[int], fits_context: bool
 ) -> list[int]:
     """Return the token ids of a prompt; raise a ValueError if it is invalid."""
     if isinstance(prompt, str):
+        check_text(f"prompt {index + 1}", prompt)
         tokens = model.tokenizer.encode(prompt).ids if prompt else []
     else:
         tokens = prompt

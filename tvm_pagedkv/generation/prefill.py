@@ -231,9 +231,9 @@ class Prefill:
             lookup = (
                 PromptLookup(prompt, self.rates) if self.settings.num_speculative_tokens else None
             )
-            stops = StopStrings(params.stop)
+            stops, stream = StopStrings(params.stop), self.batch.stream_of(each.prompt)
             started.append(
-                Continuation(each.prompt, index, seq_id, random, lookup, len(prompt), stops)
+                Continuation(each.prompt, index, seq_id, random, lookup, len(prompt), stops, stream)
             )
         return started
 

@@ -8,14 +8,8 @@ import os
 from pathlib import Path
 
 from .chat_screen import screen_of
-from .model import (
-    add_attention_budget,
-    add_kv_scales,
-    add_model,
-    add_state_dtype,
-    add_weights,
-    choose_model,
-)
+from .model import add_model, choose_model
+from .precision import add_precision
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import reused
@@ -54,15 +48,7 @@ def add_parser(commands) -> None:
         metavar="FILE",
         help="keep the pages of the session here at the end, so that nothing is computed again",
     )
-    add.add_argument(
-        "--dtype",
-        help="float32, float16 or bfloat16 (default: the checkpoint's; float16 if it is quantized)",
-    )
-    add_weights(add)
-    add.add_argument("--kv-dtype", help="type of the cache's pages, as for generate")
-    add_attention_budget(add)
-    add_kv_scales(add)
-    add_state_dtype(add)
+    add_precision(add)
     add_sampling(add, 512, "answer")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
     add.add_argument(

@@ -8,14 +8,8 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from .model import (
-    add_attention_budget,
-    add_kv_scales,
-    add_model,
-    add_state_dtype,
-    add_weights,
-    choose_model,
-)
+from .model import add_model, choose_model
+from .precision import add_precision
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import MachineLimits, print_statistics
@@ -44,20 +38,7 @@ def add_parser(commands) -> None:
         "--chat", action="store_true", help="answer each prompt, using the model's chat template"
     )
     add.add_argument("--system", metavar="TEXT", help="system message before each prompt of a chat")
-    add.add_argument(
-        "--dtype",
-        help="float32, float16 or bfloat16 (default: the checkpoint's; float16 if it is quantized)",
-    )
-    add_weights(add)
-    add.add_argument(
-        "--kv-dtype",
-        help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn, int5 or "
-        "int4, which quantize K and V; two with a comma between them are for K and for V, as in "
-        "int5,int4 (default: that of --dtype)",
-    )
-    add_attention_budget(add)
-    add_kv_scales(add)
-    add_state_dtype(add)
+    add_precision(add)
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add_sampling(add, 200, "continuation")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")

@@ -35,18 +35,6 @@ def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
     return types
 
 
-def static_scales(config: ResolvedConfig) -> np.ndarray | None:
-    """Return the scales of all layers, ones where a layer has no K and V; None: there are none."""
-    found = {i: layer.kv_scales for i, layer in enumerate(config.layers) if layer.kv_scales}
-    if not found:
-        return None
-    shape = np.shape(next(iter(found.values())))
-    scales = np.ones((len(config.layers), *shape), "float32")
-    for layer, own in found.items():
-        scales[layer] = own
-    return scales
-
-
 def _page_type(config: ResolvedConfig, layer: ResolvedLayer) -> relax.Expr:
     """Return the type of a layer's pages as the constructor takes it."""
     if layer.codec is None:

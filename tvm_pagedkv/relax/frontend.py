@@ -24,9 +24,10 @@ from ..config import (
     ResolvedLayer,
     RopeConfig,
 )
-from .constructor_kernels import ConstructorKernels, IndexLanes, page_types, static_scales
+from .constructor_kernels import ConstructorKernels, IndexLanes, page_types
 from .frontend_methods import PagedKVCacheObject
 from .layer_ropes import base_rope, common_ropes, layer_ropes_of, mode_number, own_ropes
+from .layer_scales import scales_of_layers, static_scales
 from .model_kernels import link_when_finalized
 
 # The Relax VM quotes the name of a function that it does not find: ours tells what to do, where the
@@ -231,7 +232,7 @@ class PagedKVCache(PagedKVCacheObject):
                 "page_bounds need runtime 'pagedkv', a CPU, and layers of kind 'mha'; got runtime "
                 f"{runtime!r}, target {target.kind.name} and kinds {sorted(set(kinds))}"
             )
-        scales = _scales_of_layers(kinds, kv_scales, runtime)
+        scales = scales_of_layers(kinds, kv_scales, runtime)
         if sink_logits and runtime == "stock":
             raise ValueError("sink_logits need runtime 'pagedkv': the stock runtime has none")
         if is_cuda(target):
@@ -367,23 +368,6 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
         if kind not in _KIND_NUMBERS:
             raise ValueError(f"attn_kind must be of {', '.join(_KIND_NUMBERS)}; got {kind!r}")
     return kinds
-
-
-def _scales_of_layers(kinds: list[str], scales: Sequence[Any] | None, runtime: str) -> list[Any]:
-    """Return the static scales of each layer; a ValueError where not all layers with K and V do."""
-    if scales is None:
-        return [None] * len(kinds)
-    if runtime == "stock":
-        raise ValueError("kv_scales need runtime 'pagedkv': pages of the stock runtime have none")
-    if len(scales) != len(kinds):
-        raise ValueError(f"kv_scales has {len(scales)} entries for {len(kinds)} layers")
-    for kind, own in zip(kinds, scales, strict=True):
-        if (own is not None) != (kind in MHA_KINDS):
-            raise ValueError(
-                "kv_scales are for all layers with K and V, which share kernels, and for no "
-                f"others; got {own!r} for a layer of kind {kind!r}"
-            )
-    return list(scales)
 
 
 def _check_index_lane(

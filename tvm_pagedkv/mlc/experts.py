@@ -15,12 +15,11 @@ import tvm
 from tvm.relax.frontend.nn import Tensor, op
 from tvm.script import tirx as T
 
-from .expert_products import MATMUL
+from .expert_products import ATTRIBUTES, MATMUL
 from .modules import find
 from .patches import Patches
 
 _MISC, _MATMUL = "mlc_llm.op.moe_misc", "mlc_llm.op.moe_matmul"
-_ATTRIBUTES = {"op_pattern": 8, "tirx.noalias": True, "tirx.is_scheduled": 1}
 
 
 def run_experts_on_cpus(patches: Patches) -> None:
@@ -79,7 +78,7 @@ def top_k(num_experts: int, k: int, dtype: str, has_softmax: bool) -> tvm.tirx.P
 
     @T.prim_func(private=True, s_tir=True)
     def choose(scores_handle: T.handle, values_handle: T.handle, experts_handle: T.handle):
-        T.func_attr(_ATTRIBUTES)
+        T.func_attr(ATTRIBUTES)
         rows = T.int64()
         scores = T.match_buffer(scores_handle, (rows, num_experts), dtype)
         values = T.match_buffer(values_handle, (rows, k), dtype)
@@ -148,7 +147,7 @@ def order_by_experts(k: int) -> tvm.tirx.PrimFunc:
     def order(
         cumsum_handle: T.handle, experts_handle: T.handle, places: T.handle, tokens: T.handle
     ):
-        T.func_attr(_ATTRIBUTES)
+        T.func_attr(ATTRIBUTES)
         num_tokens, length = T.int64(), T.int64()
         cumsum = T.match_buffer(cumsum_handle, (length,), "int32")
         experts = T.match_buffer(experts_handle, (num_tokens, k), "int32")

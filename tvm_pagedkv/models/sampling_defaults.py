@@ -8,6 +8,8 @@ from typing import Any
 
 from .fields import positive_number
 
+_OFF = {"temperature": (0,), "top_k": (0, -1)}  # -1 as vLLM has it
+
 
 def sampling_defaults(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what the fields of a ``generation_config.json`` say about sampling.
@@ -32,8 +34,7 @@ def sampling_defaults(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
-            is_off = name in ("temperature", "top_k") and fields.get(name) == 0
-            is_off = is_off or name == "top_k" and fields.get(name) == -1  # so vLLM has it
+            is_off = fields.get(name) in _OFF.get(name, ())
             value = 0 if is_off else positive_number(fields, name, None)
             if value is not None:
                 found[name] = int(value) if name == "top_k" else float(value)

@@ -52,16 +52,7 @@ def qwen3_moe(metadata: Metadata) -> dict[str, Any]:
 
 def glm4_moe(metadata: Metadata) -> dict[str, Any]:
     """Return the fields of GLM-4.5 to 4.7."""
-    return {
-        **_counts(metadata, "n_routed_experts", _SIGMOID),
-        "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
-        "n_shared_experts": metadata.of_model("expert_shared_count", int),
-        "n_group": metadata.of_model("expert_group_count", int, 1),
-        "topk_group": metadata.of_model("expert_group_used_count", int, 1),
-        "first_k_dense_replace": metadata.of_model("leading_dense_block_count", int, 0),
-        "routed_scaling_factor": metadata.of_model("expert_weights_scale", float, 1.0),
-        "norm_topk_prob": metadata.of_model("expert_weights_norm", bool, False),
-    }
+    return _in_groups(metadata, _SIGMOID)
 
 
 def deepseek2(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -73,19 +64,10 @@ def deepseek2(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict
     is_corrected = any(name.endswith(".exp_probs_b.bias") for name in shapes)
     default = _SIGMOID if is_corrected else _SOFTMAX
     is_v3 = metadata.of_model("expert_gating_func", int, default) == _SIGMOID
-    own = {
-        **_counts(metadata, "n_routed_experts", _SIGMOID if is_v3 else _SOFTMAX),
-        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
-        "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
-        "n_shared_experts": metadata.of_model("expert_shared_count", int),
-        "n_group": metadata.of_model("expert_group_count", int, 1),
-        "topk_group": metadata.of_model("expert_group_used_count", int, 1),
-        "first_k_dense_replace": metadata.of_model("leading_dense_block_count", int, 0),
-        "routed_scaling_factor": metadata.of_model("expert_weights_scale", float, 1.0),
-        "norm_topk_prob": metadata.of_model("expert_weights_norm", bool, False),
-    }
-    if not is_v3:
-        own["topk_method"] = "group_limited_greedy" if own["n_group"] > 1 else "greedy"
+    if is_v3:
+        return {"architectures": ["DeepseekV3ForCausalLM"], **_in_groups(metadata, _SIGMOID)}
+    own = _in_groups(metadata, _SOFTMAX)
+    own["topk_method"] = "group_limited_greedy" if own["n_group"] > 1 else "greedy"
     return own
 
 
@@ -94,6 +76,20 @@ def gpt_oss(metadata: Metadata) -> dict[str, Any]:
     width = metadata.of_model("expert_feed_forward_length", int)
     counts = _counts(metadata, "num_local_experts", _SOFTMAX_OF_CHOSEN)
     return {**counts, "intermediate_size": width}
+
+
+def _in_groups(metadata: Metadata, gating: int) -> dict[str, Any]:
+    """Return the fields of experts in groups, some of which may be chosen among."""
+    return {
+        **_counts(metadata, "n_routed_experts", gating),
+        "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
+        "n_shared_experts": metadata.of_model("expert_shared_count", int),
+        "n_group": metadata.of_model("expert_group_count", int, 1),
+        "topk_group": metadata.of_model("expert_group_used_count", int, 1),
+        "first_k_dense_replace": metadata.of_model("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": metadata.of_model("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": metadata.of_model("expert_weights_norm", bool, False),
+    }
 
 
 def _counts(metadata: Metadata, name: str, gating: int) -> dict[str, Any]:

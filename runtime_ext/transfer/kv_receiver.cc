@@ -32,7 +32,8 @@ ffi::Shape KVReceiver::Prepare(int64_t sequence_id, int64_t append_length) {
     throw;
   }
   copier_->CountCommitted(plan.copies.size());
-  step_->bounds().Forget();  // rows come into pages that may have some, with or without an end
+  // Rows come into pages that may have some. Until the receive ends, nobody else reads these.
+  step_->bounds().Forget();
   receives_.Commit(std::move(plan), ++last_id_);
   return slots;
 }
@@ -66,7 +67,6 @@ ffi::Shape KVReceiver::Shorten(int64_t sequence_id, int64_t receive_id, IntSpan 
 void KVReceiver::Finish(int64_t sequence_id, int64_t receive_id) {
   Sequence* sequence = Find(sequence_id, receive_id, "finish_receive");
   receives_.ReleasePages(receive_id);
-  step_->bounds().Forget();
   table_->FinishReceive(sequence);
 }
 

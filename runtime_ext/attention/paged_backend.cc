@@ -43,7 +43,7 @@ void PagedBackend::RotateAndAppend(const ffi::Tensor& qkv) {
   const auto append_by_scales = [&](auto... last) {
     scales.defined() ? append(last..., scales) : append(last...);
   };
-  apply_rope&& factors.defined() ? append_by_scales(factors) : append_by_scales();
+  factors.defined() && apply_rope ? append_by_scales(factors) : append_by_scales();
 }
 
 void PagedBackend::SplitAndAppend(const ffi::Tensor& qkv) {

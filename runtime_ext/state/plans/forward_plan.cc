@@ -365,10 +365,7 @@ void ForwardPlan::AbortItems() noexcept {
     if (item.sequence->receive) item.sequence->receive->is_in_step = false;
     table_->Grow(item.sequence, -item.num_append);
     // A span of this step; those of earlier ones begin before it.
-    int64_t& first_span = item.sequence->first_span;
-    if (item.sequence->window.TextLength(item.past_length) <= first_span) {
-      first_span = Sequence::kAllWritten;
-    }
+    item.sequence->ForgetSpansFrom(item.sequence->window.TextLength(item.past_length));
     table_->prefixes().Truncate(item.sequence, item.sequence->committed_length());
   }
 }

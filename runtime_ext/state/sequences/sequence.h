@@ -110,6 +110,11 @@ struct Sequence {
    * tokens. A pop back to it removes the mark. */
   int64_t first_span = kAllWritten;
 
+  /*! \brief Forgets the first span if it begins at this text position or behind it. */
+  void ForgetSpansFrom(int64_t position) {
+    if (position <= first_span) first_span = kAllWritten;
+  }
+
   int64_t committed_length() const { return length - tree.size(); }
   /*!
    * \brief Leading positions that are committed, have arrived, and were written by every layer.

@@ -298,9 +298,7 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
   if (window.TextLength(length) <= sequence->first_unwritten) {
     sequence->first_unwritten = Sequence::kAllWritten;
   }
-  if (window.TextLength(length) <= sequence->first_span) {
-    sequence->first_span = Sequence::kAllWritten;
-  }
+  sequence->ForgetSpansFrom(window.TextLength(length));
   const bool has_lost_window = length <= window.num_sinks;
   for (int32_t g = 0; g < num_groups(); ++g) {
     const int64_t num_pages = geometry_.NumPages(*sequence, g, length);

@@ -19,10 +19,10 @@ from ...spec import KernelSpec
 from ..components.index_scores import TokenTile, score_tile, tile_tokens
 from ..components.kv_operands import operands
 from ..components.lane_softmax import LaneSoftmax
-from ..components.partial_states import Workspace
 from ..components.register_tile import round_up
 from ..components.top_k import OFFERED, TopK, TopKLists, keys_of, llvm_helpers
 from ..components.work import TASKS, cut, num_threads
+from ..components.workspace import Workspace
 from ..conversion import require_half_conversion
 from ..simd import F32, broadcast, constant, import_llvm, load, store
 

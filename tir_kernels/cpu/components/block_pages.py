@@ -7,9 +7,9 @@ from ...script import inline
 from ...semantics.visibility import WholeSequence
 from ...spec import KernelSpec
 from ..simd import index_temp
-from .partial_states import Workspace
 from .slot_lists import SERIAL_POSITIONS, ListedRow
 from .work import TASKS, cut, num_threads
+from .workspace import Workspace
 
 
 @T.meta_class

@@ -1,70 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial states ``(o, lse)`` of splits, and their merge."""
 
-from collections.abc import Sequence
-
-from tvm.ir import PointerType, PrimType
 from tvm.script import tirx as T
 
 from ...script import inline
 from ...semantics.softmax import NOTHING_SEEN
 from ...spec import KernelSpec
 from ..simd import F32, broadcast, constant, exp2, load, store_row
+from .workspace import Workspace
 
 _TOP, _TOTAL = range(2)
 VECTORS = 4  # of a row that are summed at once
-_CPU = (1, 0)  # type and number of the device
-_TYPE_CODES = {"int32": 0, F32: 2}  # of DLPack
-_HUGE = (1 << 31) - 1  # a shape for the indices only
-
-
-class Workspace:
-    """Numbers ``[count, *shape]``, from TVM's pool; pages that nobody writes are never mapped.
-
-    Its size may be decided by the call, unlike those of a kernel's buffers.
-
-    Parameters
-    ----------
-    count : int32 expression
-    shape : sequence of int
-    dtype : {"float32", "int32"}
-    what : str
-        What is kept in it, for the error.
-
-    Attributes
-    ----------
-    buffer : Buffer
-        Indices are int64: the caller casts the first one.
-    """
-
-    def __init__(self, count, shape: Sequence[int], dtype: str = F32, what: str = "partial states"):
-        num_bytes = T.cast(count, "int64") * 4
-        for extent in shape:
-            num_bytes = num_bytes * extent
-        pointer = PointerType(PrimType(dtype))
-        self.data = T.bind(
-            T.call_extern(
-                pointer,
-                "TVMBackendAllocWorkspace",
-                *(T.int32(n) for n in _CPU),
-                T.cast(num_bytes, "uint64"),
-                T.int32(_TYPE_CODES[dtype]),
-                T.int32(32),
-            ),
-            pointer,
-        )
-        is_allocated = T.Not(T.isnullptr(self.data))
-        with T.Assert(is_allocated, f"no memory for the {what}", "RuntimeError"):
-            T.evaluate(0)
-        self.buffer = T.decl_buffer((T.int64(_HUGE), *shape), dtype, data=self.data)
-
-    def free(self) -> None:
-        """Give it back; to be called at the end of the kernel."""
-        T.evaluate(
-            T.call_extern(
-                "int32", "TVMBackendFreeWorkspace", *(T.int32(n) for n in _CPU), self.data
-            )
-        )
 
 
 @T.meta_class

@@ -6,8 +6,8 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...semantics.visibility import RaggedSequence
 from ...spec import KernelSpec
-from .partial_states import Workspace
 from .work import TASKS, cut, num_threads
+from .workspace import Workspace
 
 SERIAL_POSITIONS = 1 << 15  # below which a launch costs more than it saves
 

@@ -19,19 +19,19 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
-from tvm.ir import Call, GlobalVar, PointerType, PrimType, Var
+from tvm.ir import Var
 from tvm.support import cc
 from tvm.target import Target, codegen
 from tvm.tirx.buffer import is_buffer_var
 
 import tir_kernels
 from tir_kernels.cpu.components.rows import ITEM_BYTES, SERIAL_BELOW_BYTES
-from tir_kernels.cpu.components.work import TASK_LOOP
-from tir_kernels.releases import SERIES, StringImm
+from tir_kernels.releases import SERIES
 
 from .bfloat16_loads import widen_bfloat16_vectors
 from .disk_cache import code_versions, found_file, sealed_file
 from .progress import compiling
+from .tasks import share_task_body
 
 _IS_CURRENT = SERIES >= (0, 27)
 _NUM_THREADS = 2  # more would not help: the largest kernel takes a quarter of LLVM's time
@@ -203,87 +203,6 @@ def _parallel_where_large(function: tirx.PrimFunc) -> tirx.PrimFunc:
         return function
     module = tvm.IRModule({"main": function.with_body(body)})
     return tirx.transform.ConvertSSA()(module)["main"]
-
-
-def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:
-    """Move the bodies of loops over tasks to private functions, which a lone task calls itself.
-
-    More tasks than one call them in a parallel loop.
-
-    Returns
-    -------
-    dict
-        The kernel, named `symbol`, and its private functions.
-    """
-    functions: dict[GlobalVar, _TaskBody] = {}
-
-    def share(loop: tirx.For, mutator: Any) -> Any:
-        if TASK_LOOP not in loop.annotations:
-            return mutator.default_mutate(loop)
-        name = GlobalVar(f"{symbol}_task_{len(functions)}")
-        body = functions[name] = _TaskBody(loop)
-        task = Var(loop.loop_var.name, loop.loop_var.ty)
-        parallel = tirx.For(task, loop.min, loop.extent, loop.kind, body.call(name, task))
-        return tirx.IfThenElse(loop.extent > 1, parallel, body.call(name, loop.min))
-
-    body = tvm_ffi.structural_mutate(function.body, (tirx.For, share))
-    kernel = function.with_body(body).with_attr("global_symbol", symbol)
-    return {GlobalVar(symbol): kernel} | {name: f.function for name, f in functions.items()}
-
-
-class _TaskBody:
-    """The body of a loop as a function of its variable and of the variables it captures."""
-
-    def __init__(self, loop: tirx.For):
-        self.arguments: list = []
-        parameters: list[Var] = []
-        scalars: list[Var] = []
-        entry: list[tirx.Stmt] = []
-        written: list = []
-        tvm_ffi.structural_walk(
-            loop.body, (tirx.BufferStore, lambda store: written.append(store.buffer))
-        )
-
-        def take(name: str, type_: Any, argument: Any) -> Var:
-            parameters.append(Var(name, type_))
-            self.arguments.append(argument)
-            return parameters[-1]
-
-        def keep(variable: Var) -> None:
-            if not any(variable.same_as(known) for known in scalars):
-                scalars.append(variable)
-
-        for variable in tirx.analysis.undefined_vars(loop.body, [loop.loop_var]):
-            if not is_buffer_var(variable):
-                keep(variable)
-                continue
-            buffer = variable.ty
-            is_constant = not any(variable.same_as(other) for other in written)
-            if is_constant and [str(extent) for extent in buffer.shape] == ["1"]:  # a temporary
-                value = take(variable.name, buffer.dtype, variable[0])
-                entry += [tirx.AllocBuffer(variable), tirx.BufferStore(variable, value, [0])]
-                continue
-            pointer = PointerType(buffer.dtype, buffer.storage_scope)
-            data = take(f"{variable.name}_data", pointer, variable.data)
-            entry.append(tirx.DeclBuffer(variable, data=data))
-            extents = [*buffer.shape, *buffer.strides, buffer.elem_offset]
-            tvm_ffi.structural_walk(extents, (Var, keep))
-        # The code generator ends the function with `return 0`.
-        body = tirx.SeqStmt([*entry, loop.body])
-        for data in parameters:
-            if isinstance(data.ty, PointerType):  # or LLVM assumes vector alignment
-                alignment = tirx.const(data.ty.element_type.dtype.itemsize, "int32")
-                body = tirx.AttrStmt(data, "storage_alignment", alignment, body)
-        self.arguments += scalars
-        parameters = [loop.loop_var, *parameters, *scalars]
-        function = tirx.PrimFunc(parameters, body, ret_type=PrimType("int32"))
-        self.function = function.with_attr("tirx.noalias", True)
-
-    def call(self, name: GlobalVar, task: Any) -> tirx.AssertStmt:
-        """Emit a call. The function returns nonzero if it could not allocate a buffer."""
-        result = Call(name, [task, *self.arguments], ret_ty=PrimType("int32"))
-        message = StringImm("no memory for the buffers of a task")
-        return tirx.AssertStmt(result == 0, StringImm("RuntimeError"), [message])
 
 
 @tirx.transform.prim_func_pass(opt_level=0)

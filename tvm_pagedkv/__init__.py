@@ -34,7 +34,7 @@ from .threads import num_threads, set_num_threads  # noqa: E402
 if _library.has_compiler():
     from .bundle import write_bundle  # noqa: E402
     from .compiler import build_kernels as build  # noqa: E402
-    from .compiler import create, native_target  # noqa: E402
+    from .compiler import create, native_target, scratch_bytes  # noqa: E402
     from .relax import PagedKVCache, PagedKVCacheObject  # noqa: E402
 
 
@@ -76,6 +76,7 @@ __all__ = [
     "native_target",
     "num_threads",
     "open_prefix_cache",
+    "scratch_bytes",
     "set_num_threads",
     "use_pagedkv_runtime",
     "use_stock_runtime",

@@ -322,6 +322,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     OverrideStockNames();
     DefineOwnNames();
     RegisterRNNState();
+    Scratch::ServeCPUKernels();
   } catch (const std::exception& error) {
     NotRegistered() = std::string("tvm_pagedkv cannot register its functions: ") + error.what();
   }

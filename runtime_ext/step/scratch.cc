@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file scratch.cc
- * \brief Memory that kernels on a GPU borrow while a layer is called, for partial states.
+ * \brief Memory that kernels borrow while a layer is called, for partial states and tiles.
  */
 #include "step/scratch.h"
+
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/runtime/c_backend_api.h>
 
 #include <algorithm>
 #include <exception>
@@ -14,6 +17,7 @@ namespace pagedkv {
 namespace {
 
 constexpr int64_t kMinBytes = 64 << 10, kMaxBytes = int64_t{1} << 60;
+constexpr int64_t kPageBytes = 4096;  // sizes on a CPU are multiples of it
 
 thread_local Scratch* lender = nullptr;
 
@@ -43,11 +47,51 @@ void* Scratch::Borrow(int64_t device_id, int64_t num_bytes, bool may_allocate) {
 bool Scratch::Return(void* memory) {
   if (lender == nullptr) return false;
   for (Block& block : lender->blocks_) {
-    if (block.memory.data_ptr() != memory) continue;
+    if (!block.is_lent || block.memory.data_ptr() != memory) continue;
     block.is_lent = false;
     return true;
   }
   return false;
+}
+
+void Scratch::ServeCPUKernels() {
+  // What is registered last counts for a library that is loaded.
+  TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvModRegisterContextSymbol(
+      "__TVMBackendAllocWorkspace", reinterpret_cast<void*>(AllocateWorkspace)));
+  TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvModRegisterContextSymbol(
+      "__TVMBackendFreeWorkspace", reinterpret_cast<void*>(FreeWorkspace)));
+}
+
+void* Scratch::AllocateWorkspace(int device_type, int device_id, uint64_t num_bytes, int type_code,
+                                 int type_bits) {
+  if (lender != nullptr && device_type == kDLCPU && lender->device_.device_type == kDLCPU) {
+    return lender->LendOnCPU(num_bytes);
+  }
+  return TVMBackendAllocWorkspace(device_type, device_id, num_bytes, type_code, type_bits);
+}
+
+int Scratch::FreeWorkspace(int device_type, int device_id, void* memory) {
+  if (device_type == kDLCPU && Return(memory)) return 0;
+  return TVMBackendFreeWorkspace(device_type, device_id, memory);
+}
+
+void* Scratch::LendOnCPU(uint64_t num_bytes) {
+  if (num_bytes > kMaxBytes) return nullptr;
+  const int64_t wanted = std::max<int64_t>(num_bytes, 1);
+  try {
+    auto block = std::find_if(blocks_.begin(), blocks_.end(),
+                              [](const Block& other) { return !other.is_lent; });
+    if (block == blocks_.end()) block = blocks_.insert(block, Block{});
+    if (block->num_bytes < wanted) {
+      *block = Block{};  // freed before the allocation
+      const int64_t size = (wanted + kPageBytes - 1) / kPageBytes * kPageBytes;
+      *block = {AllocateTensor({size}, kByte, device_, counter_), size};
+    }
+    block->is_lent = true;
+    return block->memory.data_ptr();
+  } catch (const std::exception&) {
+    return nullptr;  // the kernel raises an error
+  }
 }
 
 int64_t Scratch::num_bytes() const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file scratch.h
- * \brief Memory that kernels on a GPU borrow while a layer is called, for partial states.
+ * \brief Memory that kernels borrow while a layer is called, for partial states and tiles.
  */
 #ifndef TVM_PAGEDKV_STEP_SCRATCH_H_
 #define TVM_PAGEDKV_STEP_SCRATCH_H_
@@ -16,12 +16,16 @@
 namespace pagedkv {
 
 /*!
- * \brief Blocks of memory that a cache owns. Its layers run one after the other on one stream, so
- *   every launcher borrows the same blocks.
+ * \brief Blocks of memory that a cache owns. Its layers run one after the other, so all of them
+ *   borrow the same blocks. The first calls allocate them, and none is freed before the cache.
  *
- * The first calls allocate them. None is freed before the cache, since a CUDA graph that was
- * captured may write to it; sizes are powers of two, so all take at most twice the largest one for
- * each block that a launcher borrows at a time.
+ * A launcher on a GPU borrows a block by a global function. Sizes are powers of two, so all blocks
+ * take at most twice the largest one for each that a launcher borrows at a time; none is replaced,
+ * since a CUDA graph that was captured may write to it.
+ *
+ * A kernel on a CPU asks `TVMBackendAllocWorkspace`, whose place `ServeCPUKernels` takes. Its first
+ * request gets the first block, its second one the second, and so on. A block that is too small is
+ * replaced by one of the size of the request, so a block is as large as the largest request.
  */
 class Scratch {
  public:
@@ -50,15 +54,27 @@ class Scratch {
   /*! \brief Returns what was borrowed; false for other memory. */
   static bool Return(void* memory);
 
+  /*!
+   * \brief Lets compiled code for CPUs borrow, too, in libraries that are loaded from now on.
+   *
+   * Where no cache on a CPU calls, and in threads of TVM's pool, such code has TVM's workspaces, as
+   * before.
+   */
+  static void ServeCPUKernels();
+
   int64_t num_bytes() const;
 
  private:
   struct Block {
     ffi::Tensor memory;
-    int64_t num_bytes;
+    int64_t num_bytes = 0;
     bool is_lent = false;
   };
 
+  static void* AllocateWorkspace(int device_type, int device_id, uint64_t num_bytes, int type_code,
+                                 int type_bits);
+  static int FreeWorkspace(int device_type, int device_id, void* memory);
+  void* LendOnCPU(uint64_t num_bytes);
   Block* Find(int64_t num_bytes);
   void Allocate(int64_t num_bytes);
 

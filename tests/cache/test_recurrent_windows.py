@@ -11,6 +11,7 @@ import tvm.testing
 
 import tvm_pagedkv as pkv
 
+from ..support.cache_cases import reserved_bytes
 from ..support.recurrent_world import World
 
 
@@ -25,7 +26,7 @@ def test_random_operations(seed, history):
     print(world.counts)
     for name in ("steps", "aborts", "forks", "pops", "windows"):
         assert world.counts[name] > 8, name
-    assert world.cache.stats()["allocated_bytes"] == world.config.memory_bytes()
+    assert reserved_bytes(world.cache) == world.config.memory_bytes()
 
 
 @pytest.mark.parametrize("mode", ["normal", "inline"])
@@ -120,7 +121,7 @@ def test_a_long_text_needs_the_pages_of_its_window():
         tvm.testing.assert_allclose(o[-1], np.full((1, 8), expected), rtol=1e-4)
     cache.pop_n(0, 16)
     cache.check_integrity()
-    assert cache.stats()["allocated_bytes"] == config.memory_bytes()
+    assert reserved_bytes(cache) == config.memory_bytes()
 
 
 if __name__ == "__main__":

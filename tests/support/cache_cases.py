@@ -23,6 +23,12 @@ def layer_of(window: int, **fields) -> dict:
     return {**LAYER, **kind, **fields}
 
 
+def reserved_bytes(cache: pkv.KVCache) -> int:
+    """Return what a cache has allocated, without what its kernels borrow: that comes with steps."""
+    stats = cache.stats()
+    return stats["allocated_bytes"] - stats["scratch_bytes"]
+
+
 class CachePair:
     """A cache and its reference."""
 

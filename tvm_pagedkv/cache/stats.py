@@ -109,7 +109,11 @@ class CacheStats(_TieredStats):
     workspace_bytes: int
     """Q, K, V and lse rows of a step."""
     scratch_bytes: int
-    """Partial states of kernels on a GPU; the first steps allocate them."""
+    """Partial states and tiles of kernels, which the first steps allocate, one after the other.
+
+    On a CPU they are at most `tvm_pagedkv.scratch_bytes`. Code for CPUs in libraries that the
+    process loaded before this package has memory of TVM's runtime instead, which is not counted.
+    """
     aux_bytes: int
     """Page tables, positions and other int32 arrays of a step."""
     allocated_bytes: int

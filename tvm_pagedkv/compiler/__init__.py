@@ -21,6 +21,7 @@ from .disk_cache import cached_library, code_versions, library_file, load_librar
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
 from .recurrent_specs import index_spec
+from .scratch import scratch_bytes
 from .targets import (
     architecture,
     class_of,
@@ -62,6 +63,7 @@ __all__ = [
     "required_features",
     "resolve_target",
     "rope_details",
+    "scratch_bytes",
     "vector_target",
     "warn_if_slow",
 ]

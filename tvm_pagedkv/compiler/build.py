@@ -195,10 +195,7 @@ def build_libraries(
         raise ValueError("bounds of pages have kernels for CPUs only")
     layer_specs, conv_specs = (
         [None if spec is None else cuda_spec(spec) if on_gpu else spec for spec in each]
-        for each in (
-            [_layer_spec(resolved, layer, cpu) for layer in resolved.layers],
-            [conv_spec(resolved, layer, cpu) for layer in resolved.layers],
-        )
+        for each in _specs(resolved, cpu)
     )
     specs = [spec for spec in dict.fromkeys([*layer_specs, *conv_specs]) if spec is not None]
     for spec in specs:
@@ -215,6 +212,22 @@ def build_libraries(
         layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
         conv_sets=tuple(specs.index(spec) if spec else 0 for spec in conv_specs),
         target=Target({"kind": "cuda", "arch": "sm_80"}) if on_gpu else cpu,
+    )
+
+
+def kernel_specs(
+    config: ResolvedConfig, target: Target
+) -> list[KernelSpec | RecurrentSpec | ConvSpec | IndexSpec]:
+    """Return the specs of all kernels for a CPU, without duplicates."""
+    layer_specs, conv_specs = _specs(config, target)
+    return [spec for spec in dict.fromkeys([*layer_specs, *conv_specs]) if spec is not None]
+
+
+def _specs(config: ResolvedConfig, target: Target) -> tuple[list, list]:
+    """Return the spec of each layer's kernels, and of its convolution's; None: it needs none."""
+    return (
+        [_layer_spec(config, layer, target) for layer in config.layers],
+        [conv_spec(config, layer, target) for layer in config.layers],
     )
 
 

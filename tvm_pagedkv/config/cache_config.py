@@ -266,8 +266,8 @@ class KVCacheConfig:
 
         With several pipeline stages and no `stage`, this is the largest stage. It equals the
         ``allocated_bytes`` of `KVCache.stats` on a CPU; on a GPU those count the auxiliary arrays
-        four times, one copy per step in flight, and the scratch memory that kernels borrow, whose
-        size depends on the GPU.
+        four times, one copy per step in flight. The first steps add the memory that kernels borrow:
+        on a CPU at most `tvm_pagedkv.scratch_bytes`; on a GPU its size depends on the GPU.
 
         Only the auxiliary arrays can grow later: if sequences share pages, the page table of a step
         can have more entries than the pool has pages, and token trees can grow over several steps

@@ -46,7 +46,9 @@ def test_kernels_are_chosen_by_the_class(cpu, name, tile, in_decode, in_tiles):
     kinds = {False: Float32Operands, True: PairOperands}
     assert type(operands(spec, BF16)) is (TilePairs if traits.has_amx else kinds[in_tiles])
     assert type(single_row_operands(spec)) is kinds[in_decode]
-    assert PackedMatrix(64, 64, BF16, traits).has_pairs == in_tiles
+    matrix = PackedMatrix(64, 64, BF16, traits)
+    assert matrix.has_tiles == traits.has_amx
+    assert matrix.has_pairs == (in_tiles or traits.has_amx)
     line = choices(traits)
     assert f"{tile[0]} x {tile[1]} vectors" in line
     where = ["decode"] * in_decode + ["prefill", "linear layers"] * in_tiles

@@ -21,6 +21,7 @@ NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot ins
 NO_BYTE_DOTS = "only CPUs with AVX512-VNNI multiply codes of weights as bytes"
 _TILES = "tests/harness/test_tile_model.py"
 _AMX = "tests/kernels/test_amx_kernels.py"
+_AMX_LINEAR = "tests/models/test_amx_linear.py"
 _CODES = "tests/models/test_code_kernels.py"
 _PAGES = "tests/kernels/test_quantized_page_kernels.py"
 # Patterns of tests, and why they may be skipped.
@@ -56,6 +57,14 @@ EXPECTED = {
     f"{_AMX}::test_latent_rows*": NO_AVX512_BF16,
     f"{_AMX}::test_latent_rows_that_are_not_finite*": NO_AVX512_BF16,
     f"{_AMX}::test_shared_pages*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_linear*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_every_task_configures_its_tiles_once*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_rows_that_are_not_finite_stay_alone*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_odd_numbers_of_input_features_have_no_tiles*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_other_types_have_no_tiles*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_embedding*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_experts*": NO_AVX512_BF16,
+    f"{_AMX_LINEAR}::test_heads*": NO_AVX512_BF16,
     "tests/kernels/test_emulated_cpus.py::test_rows_that_move*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_attention*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_trees_and_windows*": NO_EMULATOR,

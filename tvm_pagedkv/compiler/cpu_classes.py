@@ -96,7 +96,7 @@ def choices(traits: VectorTarget) -> str:
         [
             f"vectors of {32 * traits.lanes} bits",
             f"register tiles of {traits.tile_rows} x {traits.tile_vectors} vectors",
-            *(["bfloat16 in AMX in prefill"] if traits.has_amx else []),
+            *(["bfloat16 in AMX in prefill and linear layers"] if traits.has_amx else []),
             f"pairs of bfloat16 in {', '.join(with_pairs) or 'nothing'}",
             f"codes multiplied as {codes}",
         ]

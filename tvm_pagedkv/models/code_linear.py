@@ -43,9 +43,9 @@ def code_linear(
             block = temp(index // row_units, 1, "int64")
             begin = temp(index % row_units * UNIT_ROWS, 1, "int64")
             count = temp(T.min(n - begin, T.int64(UNIT_ROWS)), 1, "int64")
-            sums = products.sums(block, count, lambda row: begin + row)
             addends = (extras[0] if bias else None, extras[-1] if residual else None)
-            store_sums(matrix, sums, (block, begin, count), out, *addends)
+            with products.unit(count, lambda row: begin + row) as sums:
+                store_sums(matrix, sums(block), (block, begin, count), out, *addends)
 
         flops = n * (num_outputs * matrix.in_features)
         with products.scope():

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import product
 
 import numpy as np
@@ -66,8 +66,13 @@ class CodeSums:
         """Open the scope in which products can be emitted."""
         return import_llvm(ALIGN_STACK, *llvm_helpers(self.matrix))
 
-    def sums(self, block, count, row_of: Callable):
-        """Return a buffer of products; parameters are those of `PackedProducts.sums`."""
+    @contextmanager
+    def unit(self, count, row_of: Callable) -> Iterator[Callable]:
+        """Emit what a unit of rows needs around its products, as `PackedProducts.unit` does."""
+        yield lambda block: self._sums(block, count, row_of)
+
+    def _sums(self, block, count, row_of: Callable):
+        """Emit the products with a block."""
         matrix = self.matrix
         align_stack()
         sums = T.alloc_buffer((UNIT_ROWS, matrix.width), F32)

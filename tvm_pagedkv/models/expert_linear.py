@@ -14,10 +14,10 @@ from tvm.script import tirx as T
 from tir_kernels.cpu.simd import load, store, temp, wide_temp
 
 from .code_matrix import CodeMatrix
-from .code_sums import CodeSums
 from .emit import built_once, parallel_if, rows_kernel
 from .packed_layout import PackedMatrix
-from .packed_products import PARALLEL_FLOPS, PackedProducts
+from .packed_products import PARALLEL_FLOPS
+from .unit_products import unit_products
 from .unit_sums import for_sums
 
 _FEW_PAIRS = 6  # of a unit on average, below which reading its weights takes the time
@@ -52,7 +52,7 @@ def expert_linear(
     `dtype` where chosen; pairs, units and num_units of `group_pairs`; out
     [n * num_chosen, out_features] of `out_dtype`.
     """
-    products = PackedProducts(matrix) if isinstance(matrix, PackedMatrix) else CodeSums(matrix)
+    products = unit_products(matrix)
     num_rows, num_blocks = len(products.rows(1, dtype)), matrix.num_blocks
     in_features, out_features = matrix.in_features, matrix.out_features
 
@@ -79,14 +79,14 @@ def expert_linear(
             def row_of(row):
                 return pair_of(row) // num_chosen if gathers else begin + row
 
-            sums = products.sums(temp(expert * num_blocks + block, 1, "int64"), count, row_of)
-
             def write(row, column, value, lanes):
                 if biases:
                     value = value + load(biases[0], (expert, column), lanes)
                 store(out, (begin + row if gathers else pair_of(row), column), lanes, value)
 
-            for_sums(matrix, sums, block, count, write)
+            with products.unit(count, row_of) as sums:
+                found = sums(temp(expert * num_blocks + block, 1, "int64"))
+                for_sums(matrix, found, block, count, write)
 
         flops = pairs.shape[0] * (out_features * in_features)
         extent = temp(wide_temp(num_units[0]) * num_blocks, 1, "int64")

@@ -11,13 +11,13 @@ from tvm.script import tirx as T
 from tir_kernels.cpu.simd import store, temp
 
 from .code_matrix import CodeMatrix
-from .code_sums import CodeSums
 from .emit import built_once, parallel_if, rows_kernel
 from .expert_linear import stacked_shape
 from .options import BuildOptions
 from .packed import encoded_rows, packed_matrix
 from .packed_layout import PackedMatrix
-from .packed_products import PARALLEL_FLOPS, UNIT_ROWS, PackedProducts
+from .packed_products import PARALLEL_FLOPS, UNIT_ROWS
+from .unit_products import unit_products
 from .unit_sums import for_sums
 
 
@@ -64,7 +64,7 @@ def head_linear(
     Arguments of the kernel: x [n, in_features] of `dtype`, or what `row_codes.encode_rows` makes of
     it if `matrix.multiplies_codes`; packed weights `stacked_shape`; out of `out_dtype`.
     """
-    products = PackedProducts(matrix) if isinstance(matrix, PackedMatrix) else CodeSums(matrix)
+    products = unit_products(matrix)
     num_rows, num_blocks = len(products.rows(1, dtype)), matrix.num_blocks
 
     def body(n, *buffers):
@@ -83,14 +83,12 @@ def head_linear(
             def of_head(row):
                 return (begin + row) * num_heads + head
 
-            sums = products.sums(
-                stacked, count, (lambda row: begin + row) if shares_rows else of_head
-            )
-
             def write(row, column, value, lanes):
                 store(out, (of_head(row), column), lanes, value)
 
-            for_sums(matrix, sums, block, count, write)
+            row_of = (lambda row: begin + row) if shares_rows else of_head
+            with products.unit(count, row_of) as sums:
+                for_sums(matrix, sums(stacked), block, count, write)
 
         flops = tokens * (num_heads * matrix.out_features * matrix.in_features)
         with products.scope():

@@ -10,7 +10,8 @@ from tir_kernels.cpu.simd import load, store, temp
 
 from .emit import built_once, parallel_if, rows_kernel
 from .packed_layout import PackedMatrix
-from .packed_products import PARALLEL_FLOPS, UNIT_ROWS, PackedProducts
+from .packed_products import PARALLEL_FLOPS, UNIT_ROWS
+from .unit_products import unit_products
 from .unit_sums import store_sums
 
 
@@ -23,24 +24,36 @@ def linear(
     Arguments of the kernel: x [n, in_features], packed weight, bias [out_features] and residual
     [n, out_features] where chosen, out [n, out_features] of `out_dtype`.
     """
-    products = PackedProducts(matrix)
+    products, num_blocks = unit_products(matrix), matrix.num_blocks
 
     def body(n, x, weight, *extras_and_out):
         *extras, out = extras_and_out
         products.begin((x,), weight)
         row_units = temp((n + UNIT_ROWS - 1) // UNIT_ROWS, 1, "int64")
 
-        def unit(index):
-            block = temp(index // row_units, 1, "int64")
+        per_task = products.blocks_per_task(row_units)
+        num_groups = num_blocks if per_task is None else (num_blocks + per_task - 1) // per_task
+
+        def task(index):
+            group = temp(index // row_units, 1, "int64")
             begin = temp(index % row_units * UNIT_ROWS, 1, "int64")
             count = temp(T.min(n - begin, T.int64(UNIT_ROWS)), 1, "int64")
-            sums = products.sums(block, count, lambda row: begin + row)
             addends = (extras[0] if bias else None, extras[-1] if residual else None)
-            store_sums(matrix, sums, (block, begin, count), out, *addends)
+            with products.unit(count, lambda row: begin + row) as sums:
+
+                def multiply(block):
+                    store_sums(matrix, sums(block), (block, begin, count), out, *addends)
+
+                if per_task is None:
+                    multiply(group)
+                else:
+                    first = temp(group * per_task, 1, "int64")
+                    with T.serial(T.min(num_blocks - first, per_task)) as i:
+                        multiply(temp(first + i, 1, "int64"))
 
         flops = n * (matrix.out_features * matrix.in_features)
         with products.scope():
-            parallel_if(flops >= PARALLEL_FLOPS, row_units * matrix.num_blocks, unit)
+            parallel_if(flops >= PARALLEL_FLOPS, row_units * num_groups, task)
 
     def arguments(n):
         return [

@@ -3,7 +3,10 @@
 
 A weight matrix is packed as blocks of output features, ``[blocks, in_features, width]``. A block is
 read once, in order, for a tile of rows of activations in registers. If the CPU multiplies pairs of
-bfloat16, neighbouring input features are adjacent: ``[blocks, in_features / 2, width * 2]``.
+bfloat16, neighbouring input features are adjacent: ``[blocks, in_features / 2, width * 2]``. The
+tiles of AMX take the second operand of a product like this: a tile is 16 of these rows by 16 output
+features, and its rows lie ``width`` pairs apart. So one copy of the weights serves the vectors of
+decode and the tiles of prefill.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tir_kernels.cpu.amx import SIDE
 from tir_kernels.spec import VectorTarget
 
 from .output_blocks import OutputBlocks
@@ -36,8 +40,13 @@ class PackedMatrix(OutputBlocks):
     @property
     def has_pairs(self) -> bool:
         """Whether two neighbouring input features form one operand."""
-        even = self.in_features % 2 == 0
-        return self.dtype == "bfloat16" and self.target.multiplies_pairs and even
+        takes_pairs = self.target.multiplies_pairs or self.target.has_amx
+        return self.dtype == "bfloat16" and takes_pairs and self.in_features % 2 == 0
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether many rows are multiplied in the tiles of AMX."""
+        return self.has_pairs and self.target.has_amx
 
     @property
     def numbers(self) -> int:
@@ -45,14 +54,20 @@ class PackedMatrix(OutputBlocks):
         return 2 if self.has_pairs else 1
 
     @property
+    def depth(self) -> int:
+        """Operands of an output feature; tiles take 16 at a time, and the last ones are zeros."""
+        step = SIDE if self.has_tiles else 1
+        return -(-self.in_features // (self.numbers * step)) * step
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of the packed weights."""
-        return self.num_blocks, self.in_features // self.numbers, self.width * self.numbers
+        return self.num_blocks, self.depth, self.width * self.numbers
 
     def pack(self, weight: np.ndarray) -> np.ndarray:
         """Pack ``[out_features, in_features]``."""
-        padded = np.zeros((self.num_blocks * self.width, self.in_features), weight.dtype)
-        padded[: len(weight)] = weight
+        padded = np.zeros((self.num_blocks * self.width, self.depth * self.numbers), weight.dtype)
+        padded[: len(weight), : self.in_features] = weight
         blocks = padded.reshape(self.num_blocks, self.width, -1, self.numbers)
         return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(self.shape)
 

@@ -7,7 +7,8 @@ Prefill splits a block into parts of `DEPTH` input features, which stay in the C
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from tvm.script import tirx as T
@@ -69,19 +70,38 @@ class PackedProducts:
         """Open the scope in which products can be emitted."""
         return self.ops.scope()
 
-    def sums(self, block, count, row_of: Callable):
-        """Return a buffer ``[UNIT_ROWS, width]`` with the products of `count` rows with a block.
+    def blocks_per_task(self, row_units):
+        """Return how many blocks one task multiplies with a unit of rows; None: one."""
+        return None
+
+    @contextmanager
+    def unit(self, count, row_of: Callable) -> Iterator[Callable]:
+        """Emit what a unit of rows needs around its products.
 
         Parameters
         ----------
-        block : index of a block in the packed weights
         count : number of rows
         row_of : callable
             ``row_of(row)`` is the row of x that row `row` of the result comes from.
+
+        Yields
+        ------
+        callable
+            ``sums(block)`` emits the products with a block of the packed weights, and returns a
+            buffer ``[UNIT_ROWS, width]`` that holds them.
         """
+
+        def sums(block):
+            buffer = T.alloc_buffer((UNIT_ROWS, self.matrix.width), F32)
+            self._add_vectors(buffer, block, count, row_of)
+            return buffer
+
+        yield sums
+
+    def _add_vectors(self, sums, block, count, row_of: Callable) -> None:
+        """Emit the products with a block, whose sums are in vector registers."""
         lanes, matrix = self.lanes, self.matrix
         part = DEPTH // matrix.numbers
-        sums = T.alloc_buffer((UNIT_ROWS, matrix.width), F32)
         wide = T.alloc_buffer((UNIT_ROWS, DEPTH), F32) if self.widens else None
         with T.serial(count) as row:
             for v in range(matrix.vectors):
@@ -96,7 +116,6 @@ class PackedProducts:
                 self._add_tile(sums, wide, block, (row, rows, row_of), (first, length))
 
             for_tiles(count, add)
-        return sums
 
     def _add_tile(self, sums, wide, block, tile, part) -> None:
         """Add the products of a tile (row, rows, row_of) over a part of the input features."""

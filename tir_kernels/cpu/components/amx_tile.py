@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The product of matrices in the tile registers of AMX, with the methods of `RegisterTile`."""
 
+from collections.abc import Callable
+
 from tvm.script import tirx as T
 
 from ...script import inline
@@ -61,7 +63,7 @@ class AmxTile:
                 at = T.meta_var((row + i, column + j * SIDE))
                 scale = T.meta_var(broadcast(scales[first + i], self.lanes))
                 store(matrix, at, self.lanes, load(matrix, at, self.lanes) * scale)
-        self._move(Tiles.load, matrix, row, column)
+        self.load(matrix, row, column)
 
     @inline
     def multiply(self, a, row, b, column, depth, prefetch=None):
@@ -73,13 +75,28 @@ class AmxTile:
             self._add(a, row, b, column, step * SIDE)
 
     def _add(self, a, row, b, column, k) -> None:
-        for i in range(self.num_parts):
-            Tiles.load(A_TILES[i], a, (row + i * SIDE, k), a.shape[-1])
-        for j in range(self.vectors):
+        def tile_of_b(j: int) -> tuple:
             buffer, index = b.at(k, column + j * SIDE)
-            Tiles.load(B_TILES[j], buffer, index, buffer.shape[-1])
+            return buffer, index, buffer.shape[-1]
+
+        self.add_step(lambda i: (a, (row + i * SIDE, k), a.shape[-1]), tile_of_b)
+
+    def add_step(self, a: Callable, b: Callable) -> None:
+        """Add the product of a step: ``a(i)`` and ``b(j)`` say where tiles of A and B are.
+
+        They return a buffer, the index of the first element, and the elements of four bytes from
+        one row of the tile to the next.
+        """
+        for i in range(self.num_parts):
+            Tiles.load(A_TILES[i], *a(i))
+        for j in range(self.vectors):
+            Tiles.load(B_TILES[j], *b(j))
         for tile, _, _ in self._tiles():
             Tiles.dot(tile)
+
+    def load(self, matrix, row, column) -> None:
+        """Start from rows of a float32 matrix."""
+        self._move(Tiles.load, matrix, row, column)
 
     def take_sums(self) -> None:
         """Store the sums for readers of `sums`."""

@@ -39,7 +39,8 @@ class VectorTarget:
         Whether float16 converts to and from float32 in hardware (F16C, AVX-512F, AArch64).
     slow_bf16_dot : bool
         Whether ``vdpbf16ps`` multiplies fewer numbers per second than float32 multiply-adds. Then
-        only kernels that wait for memory use it: decode.
+        only kernels that wait for memory use it: decode, and linear layers of a few rows where
+        AMX multiplies many.
     has_word_dot : bool
         Whether ``vpmaddwd`` on 256-bit registers multiplies the codes of quantized pages and of
         quantized weights.

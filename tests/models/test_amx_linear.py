@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import tvm
 
+from tvm_pagedkv.models.code_linear import code_linear
+from tvm_pagedkv.models.code_matrix import CodeMatrix
 from tvm_pagedkv.models.expert_config import Experts
 from tvm_pagedkv.models.expert_linear import expert_linear
 from tvm_pagedkv.models.head_linear import head_linear
@@ -18,11 +20,14 @@ from tvm_pagedkv.models.linear import embedding, linear
 from tvm_pagedkv.models.packed_layout import PackedMatrix
 from tvm_pagedkv.models.packed_products import DEPTH, UNIT_ROWS
 from tvm_pagedkv.models.routing_kernels import group_pairs
-from tvm_pagedkv.models.tile_products import BLOCKS_PER_TASK, MIN_TILE_ROWS
+from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
+from tvm_pagedkv.models.tile_units import BLOCKS_PER_TASK, MIN_TILE_ROWS
+from tvm_pagedkv.models.weight_formats import FORMATS, GROUP
 
 from .. import reference
 from ..support import tile_model
 from ..support.kernel_specs import BF16, parametrize_seed
+from ..support.weight_cases import random_codes
 
 pytestmark = pytest.mark.skipif(not tile_model.runs_here(), reason="no AVX-512 with bfloat16")
 # As on Sapphire Rapids, where vectors of float32 numbers beat those of pairs.
@@ -71,11 +76,11 @@ def _assert_exact(found, x, weight, what: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=error, err_msg=what)
 
 
-def _dots(matrix: PackedMatrix, count: int) -> int:
+def _dots(matrix: PackedMatrix | CodeMatrix, count: int) -> int:
     """Products of tiles for a number of rows."""
-    units = [min(count - begin, UNIT_ROWS) for begin in range(0, count, UNIT_ROWS)]
+    units = [min(UNIT_ROWS, count - begin) for begin in range(0, count, UNIT_ROWS)]
     strips = sum(-(-rows // 16) for rows in units if rows >= MIN_TILE_ROWS)
-    return strips * matrix.num_blocks * 4 * (matrix.depth // 16)
+    return strips * matrix.num_blocks * 4 * -(-matrix.in_features // 32)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -162,14 +167,20 @@ def test_embedding():
     np.testing.assert_array_equal(out.numpy(), weight[ids])
 
 
-@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("gathers, name", [(True, None), (False, None), (True, "int8")])
 @parametrize_seed
-def test_experts(gathers, seed):
+def test_experts(gathers, name, seed):
     """Experts with many pairs, with a few and with none."""
-    rng, experts, shape = np.random.default_rng(seed), Experts(7, 2, 8), (83, 80)
-    matrix = PackedMatrix(*shape, BF16, AMX)
-    weights = _random(rng, (7, *shape))
-    packed = np.concatenate([matrix.pack(weight) for weight in weights])
+    rng, experts, shape = np.random.default_rng(seed), Experts(7, 2, 8), (83, 3 * GROUP)
+    if name is None:
+        matrix = PackedMatrix(*shape, BF16, AMX)
+        weights = _random(rng, (7, *shape))
+        packed = np.concatenate([matrix.pack(weight) for weight in weights])
+    else:
+        matrix = CodeMatrix(*shape, FORMATS[name], AMX)
+        codes = [random_codes(rng, shape, FORMATS[name]) for _ in range(7)]
+        packed = np.concatenate([matrix.pack(weight) for weight in codes])
+        weights = np.stack([weight.values() for weight in codes])
     bias = _random(rng, (7, shape[0]))
     args = (matrix, 7, 2, BF16, "float32")
     kernel = _build(expert_linear(*args, gathers=gathers, bias=True))
@@ -180,16 +191,20 @@ def test_experts(gathers, seed):
         group(tvm.runtime.tensor(ids), *order)
         pairs = order[0].numpy()
         x = _random(rng, (n if gathers else ids.size, shape[1]))
+        rows = [tvm.runtime.tensor(x)] if name is None else _encoded(x)
         out = _empty((ids.size, shape[0]), "float32")
-        arrays = [tvm.runtime.tensor(array) for array in (x, packed, bias)]
         before = tile_model.counts().dots
-        kernel(*arrays, *order, out)
+        kernel(*rows, *map(tvm.runtime.tensor, (packed, bias)), *order, out)
         assert (tile_model.counts().dots > before) == (n >= MIN_TILE_ROWS)
         chosen = ids.ravel()[pairs]
         found = out.numpy() if gathers else out.numpy()[pairs]
         sources = x[pairs // 2] if gathers else x
         found = found - bias[chosen].astype("float32")
-        _assert_exact(found, sources, weights[chosen], f"{n} rows")
+        if name is None:
+            _assert_exact(found, sources, weights[chosen], f"{n} rows")
+        else:
+            expected = np.einsum("pi,poi->po", sources, weights[chosen], dtype="float64")
+            reference.assert_close(found, expected, BF16, f"{n} rows", scale=np.sqrt(shape[1]))
 
 
 @pytest.mark.parametrize("shares_rows", [True, False])
@@ -208,6 +223,59 @@ def test_heads(shares_rows, seed):
         found = out.numpy().reshape(n, num_heads, -1)
         _assert_exact(found, rows, weights, f"{n} rows")
     assert tile_model.counts().dots
+
+
+CODE_FORMATS = [
+    name if name in ("int8", "int4_minima") else pytest.param(name, marks=pytest.mark.slow)
+    for name in FORMATS
+]
+
+
+@pytest.mark.parametrize("name", CODE_FORMATS)
+@parametrize_seed
+def test_codes(name, seed):
+    """Quantized weights become bfloat16, by which every product is off; few rows keep the codes."""
+    rng, shape = np.random.default_rng(seed), (64 * BLOCKS_PER_TASK + 83, 18 * GROUP)
+    matrix = CodeMatrix(*shape, FORMATS[name], AMX)
+    weight = random_codes(rng, shape, FORMATS[name])
+    packed = tvm.runtime.tensor(matrix.pack(weight))
+    full = _build(code_linear(matrix, BF16, BF16, bias=True, residual=True))
+    plain = _build(code_linear(matrix, BF16, "float32"))
+    bias = _random(rng, shape[:1])
+    for n in (1, 5, 40, UNIT_ROWS + 21):
+        x, residual = _random(rng, (n, shape[1])), _random(rng, (n, shape[0]))
+        rows = _encoded(x)
+        product = x.astype("float64") @ weight.values().astype("float64").T
+        out = _empty((n, shape[0]), BF16)
+        full(*rows, packed, *map(tvm.runtime.tensor, (bias, residual)), out)
+        expected = product + bias.astype("float64") + residual.astype("float64")
+        scale = np.sqrt(shape[1])
+        reference.assert_close(out.numpy(), expected, BF16, f"{n} rows", scale=scale)
+        before = tile_model.counts().dots
+        out = _empty((n, shape[0]), "float32")
+        plain(*rows, packed, out)
+        assert tile_model.counts().dots - before == _dots(matrix, n)
+        if n >= MIN_TILE_ROWS:  # exact products of rounded weights
+            product = x.astype("float64") @ weight.values().astype(BF16).astype("float64").T
+        np.testing.assert_allclose(out.numpy(), product, rtol=1e-5, atol=1.5e-4 * scale)
+
+
+def test_codes_of_float16_activations_have_no_tiles():
+    matrix = CodeMatrix(83, 3 * GROUP, FORMATS["int8"], AMX)
+    assert "pagedkv_tile" not in code_linear(matrix, "float16", "float16").script()
+
+
+def _encoded(x: np.ndarray) -> list:
+    shape = len(x), x.shape[1] // GROUP
+    outs = [tvm.runtime.empty((*shape, ROW_BYTES), "uint8")]
+    outs += [tvm.runtime.empty(shape, dtype) for dtype in ("float32", "int32")]
+    _encoder(x.shape[1])(tvm.runtime.tensor(x), *outs)
+    return outs
+
+
+@functools.cache
+def _encoder(width: int):
+    return _build(encode_rows(width, BF16))
 
 
 if __name__ == "__main__":

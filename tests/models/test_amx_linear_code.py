@@ -8,9 +8,12 @@ import tvm
 from tvm.target import Target
 
 from tvm_pagedkv.compiler import vector_target
+from tvm_pagedkv.models.code_linear import code_linear
+from tvm_pagedkv.models.code_matrix import CodeMatrix
 from tvm_pagedkv.models.expert_linear import expert_linear
 from tvm_pagedkv.models.linear import linear
 from tvm_pagedkv.models.packed_layout import PackedMatrix
+from tvm_pagedkv.models.weight_formats import FORMATS
 
 from ..support.amx_assembly import check_products, instructions
 
@@ -38,7 +41,12 @@ def _experts(target: dict):
     return expert_linear(matrix, 8, 2, "bfloat16", "float32", gathers=True)
 
 
-@pytest.mark.parametrize("make", [_linear, _experts])
+def _codes(target: dict):
+    matrix = CodeMatrix(*SHAPE, FORMATS["int8"], vector_target(target))
+    return code_linear(matrix, "bfloat16", "bfloat16", bias=True)
+
+
+@pytest.mark.parametrize("make", [_linear, _experts, _codes])
 def test_products(make):
     """A step of 32 rows and 32 output features is four loads and four products."""
     tasks = _tasks(_assembly(make(CPU), CPU))
@@ -53,7 +61,8 @@ def test_products(make):
 
 @pytest.mark.parametrize("target", [CPU | {"mattr": ["-amx-tile"]}, {**CPU, "mcpu": "znver5"}])
 def test_amx_can_be_switched_off(target):
-    assert "pagedkv_tile" not in _linear(target).script()
+    for make in (_linear, _experts, _codes):
+        assert "pagedkv_tile" not in make(target).script()
     assert not PackedMatrix(*SHAPE, "bfloat16", vector_target(target)).has_tiles
 
 

@@ -5,7 +5,7 @@
 for. All keep a panel of weights, and add to the sums of a tile of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 
 from tvm.script import tirx as T
@@ -72,6 +72,13 @@ class ByteProducts(IntegerPanel):
                 for half, codes in enumerate(self._unpacked(block, group, dword, v)):
                     at = (dword + half * (_DWORDS // 2), v * LANES)
                     store(self.panel, at, LANES, codes, INT32)
+
+    def dwords_of_group(self, block, group, v: int) -> Iterator[tuple]:
+        """Yield dwords of codes of a vector of output features, and which of a group's they are."""
+        halves = 2 if self.is_packed else 1
+        for dword in range(_DWORDS // halves):
+            for half, codes in enumerate(self._unpacked(block, group, dword, v)):
+                yield dword + half * (_DWORDS // halves), codes
 
     def _unpacked(self, block, group, dword, v: int) -> list:
         """A vector of dwords of codes, or two where bytes hold two: dwords of both halves."""

@@ -58,6 +58,10 @@ class CodeSums:
             ("x_sums", (n, matrix.num_groups), "int32"),
         ]
 
+    def blocks_per_task(self, row_units):
+        """Return how many blocks one task multiplies with a unit of rows; None: one."""
+        return None
+
     def begin(self, x, weight) -> None:
         """Name the buffers of the rows and of the packed weights, where they are matched."""
         self.x, self.weight = x, weight
@@ -69,13 +73,18 @@ class CodeSums:
     @contextmanager
     def unit(self, count, row_of: Callable) -> Iterator[Callable]:
         """Emit what a unit of rows needs around its products, as `PackedProducts.unit` does."""
-        yield lambda block: self._sums(block, count, row_of)
 
-    def _sums(self, block, count, row_of: Callable):
-        """Emit the products with a block."""
+        def sums(block):
+            align_stack()
+            buffer = T.alloc_buffer((UNIT_ROWS, self.matrix.width), F32)
+            self._add_vectors(buffer, block, count, row_of)
+            return buffer
+
+        yield sums
+
+    def _add_vectors(self, sums, block, count, row_of: Callable) -> None:
+        """Emit the products with a block, whose sums are in vector registers."""
         matrix = self.matrix
-        align_stack()
-        sums = T.alloc_buffer((UNIT_ROWS, matrix.width), F32)
         products = products_of(matrix)(matrix, self.weight, self.x, UNIT_ROWS, row_of)
         with ExitStack() as stack:
             for rows in products.few_rows:
@@ -83,10 +92,9 @@ class CodeSums:
                 with T.Then():
                     self._add_few(products, sums, block, [row_of(r) for r in range(rows)])
                 stack.enter_context(T.Else())
-            self._add_tiles(products, sums, block, count)
-        return sums
+            self._add_many(products, sums, block, count)
 
-    def _add_tiles(self, products, sums, block, count) -> None:
+    def _add_many(self, products, sums, block, count) -> None:
         """Add the products with any number of rows, tile by tile."""
         lanes = self.matrix.target.lanes
         with T.serial(count) as row:

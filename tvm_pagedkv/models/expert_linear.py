@@ -52,7 +52,7 @@ def expert_linear(
     `dtype` where chosen; pairs, units and num_units of `group_pairs`; out
     [n * num_chosen, out_features] of `out_dtype`.
     """
-    products = unit_products(matrix)
+    products = unit_products(matrix, dtype)
     num_rows, num_blocks = len(products.rows(1, dtype)), matrix.num_blocks
     in_features, out_features = matrix.in_features, matrix.out_features
 

@@ -64,7 +64,7 @@ def head_linear(
     Arguments of the kernel: x [n, in_features] of `dtype`, or what `row_codes.encode_rows` makes of
     it if `matrix.multiplies_codes`; packed weights `stacked_shape`; out of `out_dtype`.
     """
-    products = unit_products(matrix)
+    products = unit_products(matrix, dtype)
     num_rows, num_blocks = len(products.rows(1, dtype)), matrix.num_blocks
 
     def body(n, *buffers):

@@ -6,13 +6,11 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import load, store, temp
+from tir_kernels.cpu.simd import load, store
 
-from .emit import built_once, parallel_if, rows_kernel
+from .emit import built_once, rows_kernel
 from .packed_layout import PackedMatrix
-from .packed_products import PARALLEL_FLOPS, UNIT_ROWS
-from .unit_products import unit_products
-from .unit_sums import store_sums
+from .unit_products import multiply_units, unit_products
 
 
 @built_once
@@ -24,36 +22,13 @@ def linear(
     Arguments of the kernel: x [n, in_features], packed weight, bias [out_features] and residual
     [n, out_features] where chosen, out [n, out_features] of `out_dtype`.
     """
-    products, num_blocks = unit_products(matrix), matrix.num_blocks
+    products = unit_products(matrix, matrix.dtype)
 
     def body(n, x, weight, *extras_and_out):
         *extras, out = extras_and_out
         products.begin((x,), weight)
-        row_units = temp((n + UNIT_ROWS - 1) // UNIT_ROWS, 1, "int64")
-
-        per_task = products.blocks_per_task(row_units)
-        num_groups = num_blocks if per_task is None else (num_blocks + per_task - 1) // per_task
-
-        def task(index):
-            group = temp(index // row_units, 1, "int64")
-            begin = temp(index % row_units * UNIT_ROWS, 1, "int64")
-            count = temp(T.min(n - begin, T.int64(UNIT_ROWS)), 1, "int64")
-            addends = (extras[0] if bias else None, extras[-1] if residual else None)
-            with products.unit(count, lambda row: begin + row) as sums:
-
-                def multiply(block):
-                    store_sums(matrix, sums(block), (block, begin, count), out, *addends)
-
-                if per_task is None:
-                    multiply(group)
-                else:
-                    first = temp(group * per_task, 1, "int64")
-                    with T.serial(T.min(num_blocks - first, per_task)) as i:
-                        multiply(temp(first + i, 1, "int64"))
-
-        flops = n * (matrix.out_features * matrix.in_features)
-        with products.scope():
-            parallel_if(flops >= PARALLEL_FLOPS, row_units * num_groups, task)
+        addends = (extras[0] if bias else None, extras[-1] if residual else None)
+        multiply_units(products, n, out, *addends)
 
     def arguments(n):
         return [

@@ -4,8 +4,9 @@
 
 Each time follows a read of 256 MiB, so that weights come from memory, as they do in a step. The
 limit is the larger one of the times that reading the weights and multiplying take at the read
-bandwidth and at the peak of the multiplications (float32 FMA, or dot products of bfloat16 pairs),
-the best ones of the same run. torch runs in a process of its own.
+bandwidth and at the peak of the multiplications (float32 FMA, dot products of bfloat16 pairs, or
+tiles of AMX), the best ones of the same run. A line says which of these multiply the layer's rows.
+torch runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -72,6 +73,15 @@ def torch_times(dtype: str, rows: list[int], budget: float) -> dict:
     return {(name, n): taken for name, n, taken in map(json.loads, done.stdout.splitlines())}
 
 
+def multiplied_by(matrix, n: int) -> str:
+    """Return what multiplies n rows with a packed matrix."""
+    from tvm_pagedkv.models.tile_units import MIN_TILE_ROWS
+
+    if matrix.has_tiles and n >= MIN_TILE_ROWS:
+        return "AMX"
+    return "pairs" if matrix.has_pairs else "float32"
+
+
 def measure(dtype: str, rows: list[int], budget: float, limits) -> None:
     """Print a line for each layer and number of rows."""
     import tvm
@@ -97,11 +107,12 @@ def measure(dtype: str, rows: list[int], budget: float, limits) -> None:
             gigabytes = values.nbytes / 1e9
             gigaflops = 2 * n * out_features * in_features / 1e9
             limit = max(gigabytes / read, gigaflops / peak)
+            bound = "reading" if gigabytes / read > gigaflops / peak else "peak"
             peer = peers.get((name, n))
             print(
-                f"{dtype:9} {name:8} {n:5} {taken * 1e3:9.3f} ms {gigabytes / taken:7.1f} GB/s "
-                f"{gigaflops / taken:7.0f} GFLOP/s {limit / taken:6.0%} of "
-                f"{'reading' if gigabytes / read > gigaflops / peak else 'peak':8}"
+                f"{dtype:9} {name:8} {n:5} {multiplied_by(matrix, n):7} {taken * 1e3:9.3f} ms "
+                f"{gigabytes / taken:7.1f} GB/s {gigaflops / taken:7.0f} GFLOP/s "
+                f"{limit / taken:6.0%} of {bound:8}"
                 + (f"{peer / taken:7.2f}x torch" if peer else ""),
                 flush=True,
             )

@@ -68,6 +68,7 @@ EXPECTED = {
     f"{_AMX_LINEAR}::test_codes*": NO_AVX512_BF16,
     f"{_AMX_LINEAR}::test_codes_of_float16_activations_have_no_tiles*": NO_AVX512_BF16,
     "tests/models/test_amx_model.py::test_logits*": NO_AVX512_BF16,
+    "tests/harness/test_limits.py::test_peak_of_tiles*": NO_AVX512_BF16,
     "tests/kernels/test_emulated_cpus.py::test_rows_that_move*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_attention*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_trees_and_windows*": NO_EMULATOR,

@@ -11,8 +11,9 @@ import tvm
 from tvm.script import tirx as T
 
 import tir_kernels
+from tir_kernels.cpu import amx
 from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
-from tir_kernels.cpu.simd import Register, constant, load, store, temp
+from tir_kernels.cpu.simd import Register, constant, import_llvm, load, store, temp
 
 from .._huge_pages import huge_zeros
 from ..compiler import cached_library, code_versions, compiling, resolve_target, vector_target
@@ -22,6 +23,8 @@ _SOURCES = (Path(__file__), Path(tir_kernels.__file__).parent)
 READ_BYTES = 2**28
 REGISTERS = 12  # accumulators of the FMA loop: enough to hide its latency
 FMA_STEPS = 200_000
+TILE_STEPS = 20_000  # of four products each
+TILE_FLOPS = 2 * amx.SIDE * amx.SIDE * 2 * amx.SIDE  # of a product
 
 
 def _emit_read(source, sink, tasks: int, lanes: int) -> None:
@@ -63,6 +66,23 @@ def _emit_dot(sink, words, tasks: int) -> None:
             store(sink, (task, i * lanes), lanes, register.get())
 
 
+def _emit_tiles(sink, tasks: int) -> None:
+    """Multiply tiles whose rows are all the same one, for only the time matters."""
+    tiles, same_row = amx.Tiles, 0
+    with import_llvm(amx.LLVM_HELPERS), T.parallel(tasks) as task:
+        tiles.begin()
+        for tile in (*amx.A_TILES, *amx.B_TILES):
+            tiles.load(tile, sink, (task, 0), same_row)
+        for tile in range(amx.SUMS):
+            tiles.zero(tile)
+        with T.serial(TILE_STEPS):
+            for tile in range(amx.SUMS):
+                tiles.dot(tile)
+        for tile in range(amx.SUMS):
+            tiles.store(tile, sink, (task, tile * amx.SIDE), same_row)
+        tiles.end()
+
+
 def _compile(functions: dict, target: tvm.target.Target):
     with compiling("the measurements of the machine"):
         return tvm.tirx.build(tvm.IRModule(functions), target=target)
@@ -71,7 +91,8 @@ def _compile(functions: dict, target: tvm.target.Target):
 class Limits:
     """Measures the sequential read bandwidth and the FMA peak of all threads together.
 
-    Where bfloat16 prefill takes the dot product of pairs, it measures the peak of that as well.
+    Where prefill and linear layers of bfloat16 take the dot product of pairs, or the tiles of AMX,
+    it measures the peak of that as well.
 
     Attributes
     ----------
@@ -104,22 +125,32 @@ class Limits:
             words = T.match_buffer(words_handle, (tasks, width), "int32")
             _emit_dot(sink, words, tasks)
 
+        @T.prim_func(s_tir=True)
+        def tiles(sink_handle: T.handle):
+            T.func_attr({"tirx.is_scheduled": True, "global_symbol": "tiles"})
+            sink = T.match_buffer(sink_handle, (tasks, width), "float32")
+            _emit_tiles(sink, tasks)
+
+        self.has_tiles = vector_target().has_amx
         self.has_dot = vector_target().multiplies_pairs
         functions = {"read": read, "fma": fma} | ({"dot": dot} if self.has_dot else {})
+        functions |= {"tiles": tiles} if self.has_tiles else {}
         target = resolve_target()
         built = cached_library(
-            [f"limits of {tasks} threads", *code_versions(*_SOURCES)],
+            [f"limits of {tasks} threads", *functions, *code_versions(*_SOURCES)],
             lambda: _compile(functions, target),
             target,
         )
         self._read, self._fma = built["read"], built["fma"]
         self._dot = built["dot"] if self.has_dot else None
+        self._tiles = built["tiles"] if self.has_tiles else None
         self._words = tvm.runtime.tensor(np.zeros((tasks, width), np.int32))
         source, self._source = huge_zeros((tasks, rows, width), "float32")
         source.fill(1)
         self._sink = tvm.runtime.tensor(np.full((tasks, width), 0.5, np.float32))
         self.read_bytes = source.nbytes
         self.fma_flops = 2 * tasks * width * FMA_STEPS
+        self.tile_flops = tasks * amx.SUMS * TILE_STEPS * TILE_FLOPS
         self.read_times: list[float] = []
 
     def read(self) -> float:
@@ -141,6 +172,12 @@ class Limits:
         self._dot(self._sink, self._words)
         return (time.perf_counter() - start) * 1e9 / (2 * self.fma_flops)
 
+    def tiles(self) -> float:
+        """Return seconds per GFLOP of the tiles of AMX."""
+        start = time.perf_counter()
+        self._tiles(self._sink)
+        return (time.perf_counter() - start) * 1e9 / self.tile_flops
+
     @property
     def read_bandwidth(self) -> float:
         """The bandwidth of the fastest read, in bytes per second."""
@@ -148,5 +185,7 @@ class Limits:
 
     def peak(self, dtype: str) -> float:
         """Return the peak flops per second for `dtype`: the maximum of five measurements."""
-        measure = self.dot if dtype == "bfloat16" and self.has_dot else self.fma
+        measure = self.fma
+        if dtype == "bfloat16" and (self.has_tiles or self.has_dot):
+            measure = self.tiles if self.has_tiles else self.dot
         return 1e9 / min(measure() for _ in range(5))

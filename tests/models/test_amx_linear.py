@@ -32,8 +32,8 @@ from ..support.weight_cases import random_codes
 pytestmark = pytest.mark.skipif(not tile_model.runs_here(), reason="no AVX-512 with bfloat16")
 # As on Sapphire Rapids, where vectors of float32 numbers beat those of pairs.
 AMX = replace(tile_model.AMX, slow_bf16_dot=True)
-# Rows of vectors, and of tiles: 16, some of 16, 32 and more, a unit, and some units.
-ROWS = (1, 7, MIN_TILE_ROWS, 16, 17, 40, UNIT_ROWS - 1, UNIT_ROWS, 4 * UNIT_ROWS + 9)
+# None, rows of vectors, and of tiles: 16, some of 16, 32 and more, a unit, and some units.
+ROWS = (0, 1, 7, MIN_TILE_ROWS, 16, 17, 40, UNIT_ROWS - 1, UNIT_ROWS, 4 * UNIT_ROWS + 9)
 # Input features that end within a step or a part, and blocks that fill no task.
 SHAPES = {
     "one": (1, 2),

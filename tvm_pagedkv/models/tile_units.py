@@ -74,8 +74,10 @@ class TileUnits(ABC):
         """
 
     def blocks_per_task(self, row_units):
-        """Return how many blocks a task multiplies: so few that there is a task for each block."""
-        return temp(T.min(row_units, T.int64(BLOCKS_PER_TASK)), 1, "int64")
+        """Return how many blocks a task multiplies: no more than there are units of rows."""
+        # Without rows there are no tasks, but the number of groups is divided by this.
+        limit = T.min(row_units, T.int64(BLOCKS_PER_TASK))
+        return temp(T.max(limit, T.int64(1)), 1, "int64")
 
     @contextmanager
     def unit(self, count, row_of: Callable) -> Iterator[Callable]:

@@ -44,6 +44,9 @@ TEMPLATES = {
   {{- turn(m.role, m.content) -}}
 {%- endfor -%}
 {{ ns.count }} of {{ ns.system }}{{ ' <think>' if enable_thinking else '' }}""",
+    "generation is a scope": """\
+{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}\
+{{ x }}{% endfor %}""",
     "tools": """\
 {% for tool in tools or [] %}{{ tool | tojson(indent=2) }}
 {% endfor %}{% for m in messages %}{{ {'r': m.role, 'c': m.content} | tojson }}
@@ -57,6 +60,12 @@ CHATS = {
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi."},
         {"role": "user", "content": "And now?"},
+    ],
+    "roles of some families": [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "document 1", "content": "A page."},
+        {"role": "user", "content": "Hello"},
+        {"role": "ipython", "content": "3"},
     ],
 }
 TOOLS = [{"type": "function", "function": {"name": "now", "description": "The <time>"}}]
@@ -118,6 +127,10 @@ def test_one_of_several_templates(tmp_path):
         ("{{ messages.append(1) }}", "refuses the messages: access to attribute 'append'"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages: access to attribute '__class__'"),
         ("{{ messages | tojson(indent='x' * 3, bad=1) }}", "refuses the messages: .*'bad'"),
+        ("{{ 1 // (messages | length - 1) }}", "refuses the messages: integer division"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses the messages: Range too big"),
+        ("{{ '{} {}'.format(1) }}", "refuses the messages: .*index .*out of range"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the messages: maximum recur"),
     ],
 )
 def test_mistakes_of_templates(template, message, tmp_path):
@@ -127,9 +140,9 @@ def test_mistakes_of_templates(template, message, tmp_path):
     assert str(caught.value).startswith(f"{folder}/tokenizer_config.json: chat_template")
 
 
-@pytest.mark.parametrize("message", [{"content": "x"}, {"role": "human", "content": "x"}, "x"])
+@pytest.mark.parametrize("message", [{"content": "x"}, {"role": 1, "content": "x"}, "x"])
 def test_messages_need_a_role(message):
-    with pytest.raises(ValueError, match="message 2 must have a role of system, user"):
+    with pytest.raises(ValueError, match="message 2 must have a role, such as system, user"):
         ChatTemplate("").render([CHATS["question"][0], message])
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from .config import read_json
 
-_ROLES = ("system", "user", "assistant", "tool")
+# What the code of a template may raise besides errors of Jinja.
+_MISTAKES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -85,7 +86,8 @@ class ChatTemplate:
         Parameters
         ----------
         messages : sequence of mappings
-            Each has "role" and "content", as in OpenAI's API.
+            Each has "role" and "content", as in OpenAI's API. Which roles there are is the
+            template's affair.
         add_generation_prompt : bool
             Whether the text ends with the beginning of the model's answer.
         tools : sequence of mappings, optional
@@ -106,9 +108,11 @@ class ChatTemplate:
             If Jinja is missing, or its version has a known sandbox vulnerability.
         """
         for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else None
+            if not isinstance(role, str) or not role:
                 raise ValueError(
-                    f"message {index + 1} must have a role of {', '.join(_ROLES)}, got {message!r}"
+                    f"message {index + 1} must have a role, such as system, user or assistant; "
+                    f"got {message!r}"
                 )
         template = self._compile()
         from jinja2 import TemplateError
@@ -122,7 +126,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, *_MISTAKES) as error:
             raise ValueError(f"{self.where} refuses the messages: {error}") from None
 
     def _compile(self):
@@ -212,8 +216,9 @@ def _environment():
         tags = {"generation"}
 
         def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)  # what is set within ends with it
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)

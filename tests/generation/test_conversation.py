@@ -25,6 +25,7 @@ from tvm_pagedkv.generation import (  # noqa: E402
     save_session,
 )
 from tvm_pagedkv.models import DecoderModel, encode_chat, fingerprint  # noqa: E402
+from tvm_pagedkv.models.chat import ChatTemplate  # noqa: E402
 from tvm_pagedkv.models.source import TINY  # noqa: E402
 
 from ..models.test_models_chat import directory_with  # noqa: E402
@@ -174,6 +175,17 @@ def test_a_full_context(model, monkeypatch):
     conversation.reset()
     assert not conversation.trim() and conversation.num_tokens() == 0
     say(conversation, "y")
+
+
+def test_a_refused_trim_drops_nothing(model, monkeypatch):
+    conversation = Conversation(model, SHORT)
+    say(conversation, "x", "y")
+    before = (list(conversation.messages), list(conversation.tokens))
+    refusing = ChatTemplate("{{ raise_exception('too few turns') }}")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="too few turns"):
+        patch.setattr(model, "chat_template", refusing)
+        conversation.trim()
+    assert (conversation.messages, conversation.tokens) == before
 
 
 def test_mistakes(model):

@@ -218,16 +218,22 @@ class Conversation:
         self.messages, self.tokens = [], []
 
     def trim(self) -> bool:
-        """Drop the oldest turn; return whether there was one."""
+        """Drop the oldest turn; return whether there was one.
+
+        Raises
+        ------
+        ValueError
+            If the chat template refuses the messages that are left. The conversation is as it was.
+        """
         if not self.messages:
             return False
-        del self.messages[:2]
-        self.tokens = []
-        if self.messages and self.model.chat_template is not None:
-            self.tokens = self._encode_chat(self.messages, add_generation_prompt=False)
-        elif self.messages:
-            for message in self.messages:
-                self.tokens += self._encode(message["content"], message["role"] == "user")
+        messages, tokens = self.messages[2:], []
+        if messages and self.model.chat_template is not None:
+            tokens = self._encode_chat(messages, add_generation_prompt=False)
+        else:
+            for message in messages:
+                tokens += self._encode(message["content"], message["role"] == "user", not tokens)
+        self.messages, self.tokens = messages, tokens
         return True
 
     def num_tokens(self) -> int:
@@ -240,16 +246,15 @@ class Conversation:
             raise ValueError("the message is empty")
         check_text("the message", message)
         if self.model.chat_template is None:
-            return [*self.tokens, *self._encode(message, True)]
+            return [*self.tokens, *self._encode(message, True, not self.tokens)]
         return self._encode_chat([*self.messages, {"role": "user", "content": message}])
 
     def _encode_chat(self, messages: list[dict[str, str]], **variables: bool) -> list[int]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return encode_chat(self.model, [*system, *messages], **variables)
 
-    def _encode(self, text: str, is_message: bool) -> list[int]:
+    def _encode(self, text: str, is_message: bool, is_first: bool) -> list[int]:
         """Return the tokens that a message or an answer adds to a text that is continued."""
-        is_first = not self.tokens
         line = f"\n{text}" if is_message and not is_first else text
         return self.model.tokenizer.encode(line, add_special_tokens=is_first).ids
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers in the harmony format: what is thought is neither said nor answered to."""
+"""Answers with thoughts, which are neither said nor answered to."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from tvm_pagedkv.generation import (  # noqa: E402
     save_session,
 )
 from tvm_pagedkv.generation.answer_parts import AnswerParts, said  # noqa: E402
+from tvm_pagedkv.generation.text_stream import TextStream  # noqa: E402
 from tvm_pagedkv.models import DecoderModel  # noqa: E402
 
 MARKS = {"<|start|>": 1, "<|channel|>": 2, "<|message|>": 3, "<|end|>": 4}  # instead of bytes
 THOUGHT = "<|channel|>analysis<|message|>Who asks?<|end|><|start|>assistant"
+BLOCKS = {"<|channel>": 5, "<channel|>": 6}  # of Gemma 4
+BLOCK = "<|channel>thought\nWho asks?<channel|>"
 
 
-def with_marks(tokenizer):
-    """Return a tokenizer of bytes, some of which are the marks of the harmony format."""
+def with_marks(tokenizer, marks=MARKS, special=True):
+    """Return a tokenizer of bytes, some of which are the marks of a format."""
     fields = json.loads(tokenizer.to_str())
     byte_of = {token: byte for byte, token in fields["model"]["vocab"].items()}
-    for mark, token in MARKS.items():
+    for mark, token in marks.items():
         del fields["model"]["vocab"][byte_of[token]]
         fields["model"]["vocab"][mark] = token
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        fields["added_tokens"].append({"id": token, "content": mark, "special": True, **flags})
+        fields["added_tokens"].append({"id": token, "content": mark, "special": special, **flags})
     fields["added_tokens"].sort(key=lambda each: each["id"])
     return tokenizers.Tokenizer.from_str(json.dumps(fields))
 
 
 def tokens_of(text: str) -> list[int]:
-    for mark, token in MARKS.items():
+    for mark, token in (MARKS | BLOCKS).items():
         text = text.replace(mark, chr(token))
     return [*text.encode()]
 
@@ -87,6 +90,27 @@ def test_parts(model, text, thought, answer):
     assert (parts.thought, parts.said) == (thought, answer)
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        (f"{BLOCK}You.", "Who asks?", "You."),
+        ("<|channel>thought\n<channel|>Hi", "", "Hi"),
+        ("no marks at all", "", "no marks at all"),
+        ("<|channel>thought\ncut o", "cut o", ""),
+        ("<|channel>thou", "", ""),
+        ("<|channel>thought<channel|>Hi", "", "Hi"),
+        (f"a{BLOCK}b<|channel>thought\nl1\nl2<channel|>\nc", "Who asks?l1\nl2", "ab\nc"),
+        ("<channel|>Hi", "", "Hi"),
+    ],
+)
+def test_blocks(model, text, thought, answer, special):
+    tokenizer = with_marks(model.tokenizer, BLOCKS, special)
+    parts, stream = AnswerParts(tokenizer), TextStream(tokenizer)
+    pieces = [parts.take(token, stream.push(token)) for token in tokens_of(text)]
+    assert (parts.thought, parts.said) == (thought, answer) and "".join(pieces) == answer
+
+
 def test_other_tokenizers_say_everything(model):
     """Of the marks, one alone means nothing."""
     text = "<|channel|>final<|message|>Hi"
@@ -112,10 +136,14 @@ def test_a_conversation_answers_to_what_was_said(model, harmony, tmp_path):
     assert other.messages == chat.messages
 
 
-@pytest.mark.parametrize("stop", [(), ("thanks",), ("lol",), ("see also",)], ids=str)
-def test_events_have_what_is_said(model, harmony, stop):
+@pytest.mark.parametrize("form", ["channels", "blocks"])
+@pytest.mark.parametrize("stop", [(), ("thanks",), ("lol",), ("see also",), ("ask?x",)], ids=str)
+def test_events_have_what_is_said(model, harmony, stop, form, monkeypatch):
     """Also where the name of a channel may be the beginning of a stop string."""
     text = f"{THOUGHT}<|channel|>final<|message|>You, é."
+    if form == "blocks":
+        text = f"{BLOCK}You, é."
+        monkeypatch.setattr(model, "tokenizer", with_marks(model.tokenizer, BLOCKS))
     harmony[:] = [*tokens_of(text), model.config.eos_token_ids[0]]
     params = SamplingParams(temperature=0, max_tokens=100, stop=stop)
     *events, finished, _ = said(generate(model, ["Who?"], params), model.tokenizer)

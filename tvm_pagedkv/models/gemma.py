@@ -23,6 +23,15 @@ NORMS = Norms(
     after_mlp="post_feedforward_layernorm",
 )
 
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+
 
 def gemma2(fields: Mapping[str, Any]) -> DecoderConfig:
     """Gemma 2; its soft-caps are on unless the file says null."""
@@ -34,8 +43,8 @@ def gemma2(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def gemma3(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The text model of Gemma 3."""
-    fields = {"head_dim": 256, **fields}
+    """The text model of Gemma 3; published files leave out what is the default."""
+    fields = {**_GEMMA3, **fields}
     num_layers = read.positive(fields, "num_hidden_layers")
     pattern = read.positive(fields, "sliding_window_pattern", 6)
     default = [read.SLIDING if (i + 1) % pattern else read.FULL for i in range(num_layers)]

@@ -2,13 +2,13 @@
 """Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the others gated attention.
 
 Norms multiply by 1 + weight, but for those of the gated delta nets; a quarter of a head is rotated.
-Checkpoints with an encoder of pictures are read as text models. Qwen3-Next and some Qwen3.5 have
+Qwen3-Next and some Qwen3.5 have
 experts, and an expert with a gate that every token takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +37,6 @@ def qwen3_next(fields: Mapping[str, Any]) -> DecoderConfig:
     dense = dense_layers(fields, read.positive(fields, "num_hidden_layers"))
     normalizes = read.flag(fields, "norm_topk_prob", True)
     return _with_experts(fields, names, dense_layers=dense, normalizes=normalizes)
-
-
-def with_pictures(reader: Callable[..., DecoderConfig]) -> Callable[..., DecoderConfig]:
-    """Return a reader of the text model out of the fields of one with an encoder of pictures."""
-
-    def read_text(fields: Mapping[str, Any]) -> DecoderConfig:
-        config = reader(read.text_model(fields))
-        return replace(config, names=replace(config.names, model="model.language_model"))
-
-    return read_text
 
 
 def _with_experts(fields: Mapping[str, Any], names: TensorNames, **own: Any) -> DecoderConfig:

@@ -35,8 +35,9 @@ from .minimax import minimax_m2
 from .minimax_m3 import minimax_m3, minimax_m3_text
 from .olmo import olmo2, olmo3
 from .phi import phi3
+from .pictures import with_pictures
 from .qwen import qwen2, qwen3, qwen3_moe
-from .qwen3_5 import qwen3_5, qwen3_5_moe, qwen3_next, with_pictures
+from .qwen3_5 import qwen3_5, qwen3_5_moe, qwen3_next
 from .smollm3 import smollm3
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
@@ -47,14 +48,19 @@ Reader = Callable[[Mapping[str, Any]], DecoderConfig]
 FAMILIES: dict[str, tuple[str, Reader]] = {
     "LlamaForCausalLM": ("llama", llama),
     "MistralForCausalLM": ("mistral", mistral),
+    "Mistral3ForConditionalGeneration": (
+        "mistral3",
+        with_pictures(mistral=mistral, mistral4=mistral4),
+    ),
     "Qwen2ForCausalLM": ("qwen2", qwen2),
     "Qwen3ForCausalLM": ("qwen3", qwen3),
     "Gemma2ForCausalLM": ("gemma2", gemma2),
     "Gemma3ForCausalLM": ("gemma3_text", gemma3),
+    "Gemma3ForConditionalGeneration": ("gemma3", with_pictures(gemma3_text=gemma3)),
     "Gemma3nForCausalLM": ("gemma3n_text", gemma3n),
-    "Gemma3nForConditionalGeneration": ("gemma3n", with_pictures(gemma3n)),
+    "Gemma3nForConditionalGeneration": ("gemma3n", with_pictures(gemma3n_text=gemma3n)),
     "Gemma4ForCausalLM": ("gemma4_text", gemma4),
-    "Gemma4ForConditionalGeneration": ("gemma4", with_pictures(gemma4)),
+    "Gemma4ForConditionalGeneration": ("gemma4", with_pictures(gemma4_text=gemma4)),
     "Phi3ForCausalLM": ("phi3", phi3),
     "Olmo2ForCausalLM": ("olmo2", olmo2),
     "Olmo3ForCausalLM": ("olmo3", olmo3),
@@ -62,6 +68,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Cohere2ForCausalLM": ("cohere2", cohere2),
     "Exaone4ForCausalLM": ("exaone4", exaone4),
     "Llama4ForCausalLM": ("llama4_text", llama4),
+    "Llama4ForConditionalGeneration": ("llama4", with_pictures(llama4_text=llama4)),
     "MixtralForCausalLM": ("mixtral", mixtral),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
     "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe),
@@ -76,10 +83,13 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "MiniMaxM3VLForCausalLM": ("minimax_m3_vl_text", minimax_m3_text),
     "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3_vl", minimax_m3),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", with_pictures(qwen3_5)),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", with_pictures(qwen3_5_text=qwen3_5)),
     "Qwen3NextForCausalLM": ("qwen3_next", qwen3_next),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", qwen3_5_moe),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", with_pictures(qwen3_5_moe)),
+    "Qwen3_5MoeForConditionalGeneration": (
+        "qwen3_5_moe",
+        with_pictures(qwen3_5_moe_text=qwen3_5_moe),
+    ),
     "KimiLinearForCausalLM": ("kimi_linear", kimi_linear),
     "Lfm2ForCausalLM": ("lfm2", lfm2),
     "Mamba2ForCausalLM": ("mamba2", mamba2),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ from .config import DecoderConfig, read_json
 from .gguf import GgufModel
 from .hub import find_model
 from .included import NAMES, TINY
+from .pictures import as_stored
 from .registry import config_from_directory
 from .sampling_defaults import sampling_defaults
 from .weight_formats import QuantizedRows, WeightFormat
@@ -95,7 +97,11 @@ class HuggingFaceModel:
     def config(self) -> DecoderConfig:
         """Return the configuration."""
         config = config_from_directory(self.path)
-        return config if config.experts is None else _with_layout(config, self.path)
+        if not [*self.path.glob("*.safetensors")]:
+            return config
+        stored = Checkpoint(self.path).names()
+        config = as_stored(config, stored)
+        return config if config.experts is None else _with_layout(config, stored)
 
     def tensors(self) -> Checkpoint:
         """Return the reader of the weights."""
@@ -143,7 +149,7 @@ class HuggingFaceModel:
         return digest.hexdigest()
 
 
-def _with_layout(config: DecoderConfig, folder: Path) -> DecoderConfig:
+def _with_layout(config: DecoderConfig, stored: Sequence[str]) -> DecoderConfig:
     """Return a configuration with experts and the layout of their tensors in a checkpoint.
 
     Of some families there are checkpoints with a tensor for each expert, and others in which one
@@ -153,9 +159,8 @@ def _with_layout(config: DecoderConfig, folder: Path) -> DecoderConfig:
     experts = config.experts
     assert experts is not None
     names = experts.names
-    if names.is_stacked or not [*folder.glob("*.safetensors")]:
+    if names.is_stacked:
         return config
-    stored = Checkpoint(folder).names()
     if experts.dense_layers and not any(f".{config.names.mlp}." in x for x in stored):
         config = replace(config, names=replace(config.names, mlp=names.block))
     fused = f".{names.block}.{names.experts}.gate_up_proj"

@@ -10,6 +10,7 @@ from tir_kernels import build_kernel
 from tir_kernels.cpu.components.word_products import has_word_products
 from tvm_pagedkv.compiler import compile_kernel, resolve_target, vector_target
 
+from ..reference import quantized
 from ..support.attention_cases import PagedBatch
 from ..support.kernel_specs import (
     BATCHES,
@@ -32,6 +33,8 @@ SHAPES = {
     "int8,int4": ((4, 4), 64, (F32, "int8,int4"), 32),
     "int4,int8": ((12, 1), 64, (F16, "int4,int8"), 64),  # three sets of rows
     "int8-256": ((2, 1), 256, (F32, "int8"), 8),
+    "int4-64-p4": ((3, 3), 64, (F16, "int4"), 4),
+    "int4-256": ((7, 1), 256, (F32, "int4"), 8),  # two sets of rows, one of them padded
 }
 
 
@@ -46,6 +49,21 @@ def _spec(name: str, **fields):
 @parametrize_seed
 def test_decode(name, seed):
     case = PagedBatch(_spec(name), LENGTHS, seed)
+    case.decode(CPU)
+    case.verify()
+
+
+@needs_cpu(CPU)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_the_largest_codes(sign):
+    """Sums of products of bytes have 16 bits: those of 32 columns have to fit."""
+    spec = _spec("int4-256")
+    case = PagedBatch(spec, [(1, 40), (1, 70)], 0)
+    largest = np.full(spec.qk_head_dim, 7.0, np.float32)
+    largest[:: spec.codec.group_size] = -8  # which decides the scale
+    rows = quantized.rotate(spec.codec, np.stack([largest, sign * np.ones_like(largest)]), 256)
+    case.pages = np.where(np.isnan(case.pages), np.nan, rows[0])
+    case.q[:] = rows[1]
     case.decode(CPU)
     case.verify()
 
@@ -90,11 +108,16 @@ def test_a_query_row_that_is_not_finite_shows(value):
 
 @needs_cpu(CPU)
 @pytest.mark.parametrize(
-    "more, instruction", [([], "vpmaddwd"), (["+avxvnni", "+fast-dpwssd"], "vpdpwssd")]
+    "name, more, instruction",
+    [
+        ("int8", [], "vpmaddwd"),
+        ("int8", ["+avxvnni", "+fast-dpwssd"], "vpdpwssd"),
+        ("int4", [], "vpmaddubsw"),
+    ],
 )
-def test_instructions(more, instruction):
+def test_instructions(name, more, instruction):
     target = resolve_target({"kind": "llvm", "mcpu": CPU, "mattr": more})
-    spec = make_spec(*SHAPES["int8"], target=vector_target(target))
+    spec = make_spec(*SHAPES[name], target=vector_target(target))
     assert has_word_products(spec)
     assembly = compile_kernel(build_kernel("decode", spec), "decode", target).inspect_source("s")
     assert assembly.count(instruction) > 64

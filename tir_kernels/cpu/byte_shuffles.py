@@ -36,9 +36,12 @@ def _unpack_quad(rows: Sequence, dtype: str, num_parts: int) -> list:
 
 
 def _transpose_parts(vectors: Sequence) -> list:
-    """Transpose vectors of int32 as a square block of their 128-bit parts: four of four, or one."""
+    """Transpose 1, 2 or 4 vectors of int32 as a square block of their 128-bit parts."""
     if len(vectors) == 1:
         return list(vectors)
+    if len(vectors) == 2:
+        orders = [[*range(i, i + 4), *range(8 + i, 12 + i)] for i in (0, 4)]
+        return [temp(shuffle(vectors, order), 8, INT32) for order in orders]
     low, high = [*range(0, 8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
     even, odd = (
         [i + part * 8 + first for part in (0, 1, 2, 3) for i in range(4)] for first in (0, 4)
@@ -52,7 +55,7 @@ def _transpose_parts(vectors: Sequence) -> list:
 
 
 def transpose_dwords(rows: Sequence) -> list:
-    """Transpose as many vectors of dwords as a vector has lanes: 16 or 4."""
+    """Transpose as many vectors of dwords as a vector has lanes: 16, 8 or 4."""
     lanes = len(rows)
     num_parts = lanes // 4
     rows = [temp(row, lanes, INT32) for row in rows]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from .simd import broadcast
+from .two_bytes import put_together
 
 # linkonce_odr: several kernels of one module may bring the same helper.
 LLVM_HELPERS = """
@@ -32,10 +33,13 @@ class UnsignedDots:
     is_signed : bool
         Whether codes are signed bytes. Unsigned ones are those of "int8" plus 128, and the codes of
         "int4" in the upper bits of a byte, which stay there.
+    max_turns : int
+        Sums of int32 that a long sum may be cut into, because a dot product has a latency.
     """
 
     lanes = 16
     is_signed = False
+    max_turns = 4
 
     @property
     def llvm_helpers(self) -> tuple[str, ...]:
@@ -46,6 +50,10 @@ class UnsignedDots:
         """Return `total` plus the products of the bytes of `codes` and of a scalar dword."""
         arguments = ("pagedkv_byte_dot", total, codes, broadcast(dword, self.lanes))
         return T.call_pure_extern("int32x16", *arguments)
+
+    def put_together(self, high, low):
+        """The sums of products with numbers of two bytes, from those with either byte."""
+        return put_together(high, low, self.lanes)
 
     def of_four(self, dwords, at, row: int):
         """Dword of a row, of the four rows whose dwords begin at index `at` of a buffer."""

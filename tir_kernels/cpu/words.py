@@ -11,7 +11,8 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from . import simd
-from .simd import F32, broadcast, constant, fused_multiply_add, load, reduce_lanes, store, temp
+from .shuffles import next_power_of_two, reduce_each
+from .simd import F32, broadcast, constant, fused_multiply_add, load, store, temp
 from .two_bytes import row_scale
 
 INT32, LANES = "int32", 8
@@ -25,6 +26,10 @@ define linkonce_odr <8 x i32> @pagedkv_word_dot(<8 x i32> %sum, <8 x i32> %a, <8
   %total = add <8 x i32> %sum, %products
   ret <8 x i32> %total
 }
+define linkonce_odr <8 x i32> @pagedkv_in_order(<8 x i32> %sum) #0 {
+  %same = call <8 x i32> asm "", "=x,0"(<8 x i32> %sum)
+  ret <8 x i32> %same
+}
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 attributes #0 = { alwaysinline nounwind readnone }
 """
@@ -35,6 +40,15 @@ _ROUNDER = 1.5 * 2**23
 def dot(total, a, b):
     """Return `total` plus the products of the words of two vectors of dwords."""
     return T.call_pure_extern("int32x8", "pagedkv_word_dot", total, a, b)
+
+
+def dot_in_order(total, a, b):
+    """Return what `dot` does, for a long sum among as many as registers hold.
+
+    LLVM would cut such sums into several, which it adds up at the end, and spill some of them. The
+    result therefore passes through assembly code without any instruction.
+    """
+    return T.call_pure_extern("int32x8", "pagedkv_in_order", dot(total, a, b))
 
 
 def integer(value: int):
@@ -67,35 +81,60 @@ class RowWords:
     def __init__(self, num_rows: int, width: int):
         self.width = width
         self.words = T.alloc_buffer((num_rows, width // 2), INT32)
-        self.scale = T.alloc_buffer((num_rows,), F32)
+        self.scale = T.alloc_buffer((num_rows + LANES,), F32)  # behind them, vectors end
 
-    def set_row(self, row, source: Callable) -> None:
-        """Take a row of numbers.
+    def set_rows(self, first, count: int, source: Callable) -> None:
+        """Take the numbers of some rows, at most as many as a vector has lanes.
 
-        ``source(start)`` gives two float32 vectors, of the lower and the upper words of 16 numbers
-        from `start` on. It is evaluated twice.
+        ``source(i, start)`` gives two float32 vectors of row ``first + i``, of the lower and the
+        upper words of 16 numbers from `start` on. It is evaluated twice.
         """
+        lanes, starts = next_power_of_two(count), range(0, self.width, 2 * LANES)
+        largest = [self._largest([v for n in starts for v in source(i, n)]) for i in range(count)]
+        bits = reduce_each(largest, LANES, simd.maximum, "uint32")
+        scale, inverse = row_scale(temp(bits, lanes, "uint32"), lanes)
+        store(self.scale, (first,), lanes, scale)
+        factors = T.alloc_local((lanes,), F32)
+        store(factors, (0,), lanes, inverse)
+        for i in range(count):
+            factor = temp(broadcast(factors[i], LANES), LANES)
+            for start in starts:
+                words = temp(_as_words(source(i, start), factor), LANES, INT32)
+                store(self.words, (first + i, start // 2), LANES, words, INT32)
+
+    def sums(self, first, count: int):
+        """The sums of some rows as integers, at most as many as a vector has lanes."""
+        totals = []
+        for i in range(count):
+            total = integer(0)
+            for dword in range(0, self.width // 2, LANES):
+                words = self.vector(first + i, dword)
+                total = temp(dot(total, words, both_words(1)), LANES, INT32)
+            totals.append(total)
+        return reduce_each(totals, LANES, simd.add, INT32)
+
+    @staticmethod
+    def _largest(vectors: list):
+        """The bits of the largest magnitude in each lane."""
         magnitude, largest = broadcast(T.uint32(0x7FFFFFFF), LANES), None
-        for start in range(0, self.width, 2 * LANES):
-            for value in source(start):
-                bits = T.bitwise_and(T.reinterpret("uint32x8", value), magnitude)
-                largest = bits if largest is None else T.max(largest, bits)
-                largest = temp(largest, LANES, "uint32")
-        scale, inverse = row_scale(reduce_lanes(largest, LANES, simd.maximum, "uint32"), 1)
-        store(self.scale, (row,), 1, scale)
-        factor = temp(broadcast(inverse, LANES), LANES)
-        for start in range(0, self.width, 2 * LANES):
-            low, high = (
-                T.reinterpret(
-                    "int32x8",
-                    temp(fused_multiply_add(v, factor, constant(_ROUNDER, LANES), LANES), LANES),
-                )
-                for v in source(start)
-            )
-            low = T.bitwise_and(low, integer(0xFFFF))
-            value = T.bitwise_or(low, T.shift_left(high, integer(16)))
-            store(self.words, (row, start // 2), LANES, value, INT32)
+        for value in vectors:
+            bits = T.bitwise_and(T.reinterpret("uint32x8", value), magnitude)
+            largest = bits if largest is None else T.max(largest, bits)
+            largest = temp(largest, LANES, "uint32")
+        return largest
 
     def vector(self, row, dword):
         """The words of `LANES` dwords of a row."""
         return load(self.words, (row, dword), LANES, INT32)
+
+
+def _as_words(values: list, factor):
+    """Two vectors of numbers, times a factor, as the lower and the upper words of a vector."""
+    low, high = (
+        T.reinterpret(
+            "int32x8", temp(fused_multiply_add(v, factor, constant(_ROUNDER, LANES), LANES), LANES)
+        )
+        for v in values
+    )
+    low = T.bitwise_and(low, integer(0xFFFF))
+    return T.bitwise_or(low, T.shift_left(high, integer(16)))

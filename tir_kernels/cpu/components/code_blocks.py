@@ -11,7 +11,7 @@ dword of a block of V has one column of four positions, and a vector has a colum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tvm.script import tirx as T
 
@@ -57,11 +57,13 @@ class CodeRows:
     ----------
     spec : KernelSpec
     codec : Codec
+    dots : byte dot products, optional
+        What multiplies them, if not those of the target.
     """
 
-    def __init__(self, spec: KernelSpec, codec: Codec):
+    def __init__(self, spec: KernelSpec, codec: Codec, dots=None):
         self.codec = codec
-        self.dots = dots = byte_dots(spec.target)
+        self.dots = dots = dots or byte_dots(spec.target)
         self.width = spec.qk_head_dim
         self.row_bytes = codec.row_bytes(spec.qk_head_dim)
         self.has_halves = codec.is_packed and not codec.has_bit_plane
@@ -105,6 +107,8 @@ class CodeScales:
     spec : KernelSpec
     positions : int
         Those of K that are taken at once.
+    dots : byte dot products, optional
+        As of `CodeRows`.
 
     Attributes
     ----------
@@ -112,9 +116,10 @@ class CodeScales:
     v_scales : float32 ``[group, BLOCK]``
     """
 
-    def __init__(self, spec: KernelSpec, positions: int):
+    def __init__(self, spec: KernelSpec, positions: int, dots=None):
         self.spec, self.positions, self.lanes = spec, positions, spec.target.lanes
-        self.k_rows, self.v_rows = CodeRows(spec, spec.codec.k), CodeRows(spec, spec.codec.v)
+        self.k_rows = CodeRows(spec, spec.codec.k, dots)
+        self.v_rows = CodeRows(spec, spec.codec.v, dots)
         self.k_scales = T.alloc_buffer((len(self.k_rows.groups), positions), F32)
         self.v_scales = T.alloc_buffer((len(self.v_rows.groups), BLOCK), F32)
 
@@ -126,6 +131,9 @@ class CodeScales:
             pages, (*row, _) = element(first, 0)
             # Slots of a page are neighbours: their scales are one run of numbers.
             count = run * num_groups
+            if self.spec.target.has_word_dot and run >= 4 and num_groups % 2 == 0:
+                self._take_pairs(pages, row, sink, column + first, run)
+                continue
             if run < 4:
                 values = None
             elif str(pages.scales.dtype) == F32:
@@ -144,6 +152,24 @@ class CodeScales:
                 order = range(group, count, num_groups)
                 value = shuffle([values], order) if num_groups > 1 else values
                 store(sink, (group, column + first), run, value)
+
+    def _take_pairs(self, pages, row: Sequence, sink, column, run: int) -> None:
+        """Gather bfloat16 scales of `run` positions, those of two groups in a dword at once.
+
+        Shuffles of words, which AVX2 has within 128 bits only, take ten times as many instructions.
+        """
+        num_groups = len(pages.groups)
+        count = run * num_groups // 2
+        words = pages.scales[(*row, T.ramp(0, 1, 2 * count))]
+        pairs = temp(T.reinterpret(f"uint32x{count}", words), count, "uint32")
+        for pair in range(num_groups // 2):
+            dwords = shuffle([pairs], range(pair, count, num_groups // 2))
+            dwords = temp(dwords, run, "uint32")
+            low = T.shift_left(dwords, broadcast(T.uint32(16), run))
+            high = T.bitwise_and(dwords, broadcast(T.uint32(0xFFFF0000), run))
+            for n, bits in enumerate((low, high)):
+                value = T.reinterpret(f"float32x{run}", bits)
+                store(sink, (2 * pair + n, column), run, value)
 
     def prefetch_scales(self, rows, position, count: int, plane: int) -> None:
         """Ask for the scales of some positions of K or V."""
@@ -199,23 +225,25 @@ class CodeScales:
 
 
 @T.meta_class
-class CodeBlocks(CodeScales):
-    """The block of K, and that of V, that a task works at.
+class KBlocks(CodeScales):
+    """The positions of K that a task works at.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    dots : byte dot products
 
     Attributes
     ----------
     positions : int
-        Those of K that are transposed at once: one in each lane.
+        Those that are transposed at once: one in each lane.
     k : int32 ``[vector, position]``: vectors of positions for the dwords of their rows of codes
-    v : int32 ``[quad, vector, column]``
     """
 
-    def __init__(self, spec: KernelSpec):
-        self.dots = byte_dots(spec.target)
-        lanes = self.dots.lanes
-        super().__init__(spec, lanes)
-        self.k = T.alloc_buffer((self.k_rows.code_bytes // 4, lanes), INT32)
-        self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // lanes, lanes), INT32)
+    def __init__(self, spec: KernelSpec, dots):
+        self.dots = dots
+        super().__init__(spec, dots.lanes, dots)
+        self.k = T.alloc_buffer((self.k_rows.code_bytes // 4, dots.lanes), INT32)
 
     def k_vectors(self, dword, halves) -> list:
         """Some halves of the unsigned codes of a dword of all positions; see `half_of`."""
@@ -239,26 +267,6 @@ class CodeBlocks(CodeScales):
                 store(self.k, (begin // 4 + i, 0), self.lanes, vector, INT32)
         self.take_scales(tile.k, self.k_scales, 0)
 
-    def take_v(self, rows, position, column) -> None:
-        """Take `positions` positions from `position` on, the first of which is `column`."""
-        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
-        for t in range(0, self.positions, QUAD):
-            quad = column // QUAD + t // QUAD
-            for begin in range(0, self.v_rows.code_bytes, num_bytes):
-                num_dwords = min(num_bytes, self.v_rows.code_bytes - begin) // 4
-                lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
-                vectors = interleave_bytes(lines, self.lanes)[: num_dwords * 4 // self.lanes]
-                for i, vector in enumerate(vectors):
-                    self._put_v(quad, begin // self.lanes + i, vector)
-        self.take_scales(tile.v, self.v_scales, column)
-
-    def _put_v(self, quad, vector: int, codes) -> None:
-        """Keep the codes of some bytes of four rows."""
-        codes = self._of_bytes(self.v_rows.codec, codes)
-        for half in self.v_rows.halves:
-            at = (quad, vector + half * (self.v_rows.code_bytes // self.lanes), 0)
-            store(self.v, at, self.lanes, self.v_rows.half_of(codes, half), INT32)
-
     def _of_bytes(self, codec: Codec, codes):
         """Codes as they are multiplied, from those of some bytes of rows."""
         if codec.is_packed or self.dots.is_signed:
@@ -278,3 +286,38 @@ class CodeBlocks(CodeScales):
             count, num_dwords = num_dwords, min(self.lanes, 2 * num_dwords)
             value = shuffle([value, value], [i % count for i in range(num_dwords)])
         return temp(value, self.lanes, INT32)
+
+
+@T.meta_class
+class CodeBlocks(KBlocks):
+    """`KBlocks`, and the block of V that a task works at.
+
+    Attributes
+    ----------
+    v : int32 ``[quad, vector, column]``
+    """
+
+    def __init__(self, spec: KernelSpec):
+        super().__init__(spec, byte_dots(spec.target))
+        lanes = self.dots.lanes
+        self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // lanes, lanes), INT32)
+
+    def take_v(self, rows, position, column) -> None:
+        """Take `positions` positions from `position` on, the first of which is `column`."""
+        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
+        for t in range(0, self.positions, QUAD):
+            quad = column // QUAD + t // QUAD
+            for begin in range(0, self.v_rows.code_bytes, num_bytes):
+                num_dwords = min(num_bytes, self.v_rows.code_bytes - begin) // 4
+                lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
+                vectors = interleave_bytes(lines, self.lanes)[: num_dwords * 4 // self.lanes]
+                for i, vector in enumerate(vectors):
+                    self._put_v(quad, begin // self.lanes + i, vector)
+        self.take_scales(tile.v, self.v_scales, column)
+
+    def _put_v(self, quad, vector: int, codes) -> None:
+        """Keep the codes of some bytes of four rows."""
+        codes = self._of_bytes(self.v_rows.codec, codes)
+        for half in self.v_rows.halves:
+            at = (quad, vector + half * (self.v_rows.code_bytes // self.lanes), 0)
+            store(self.v, at, self.lanes, self.v_rows.half_of(codes, half), INT32)

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from ...spec import KernelSpec
-from .. import bit_masks, words
+from .. import bit_masks, byte_pairs, words
 from ..byte_dots import byte_dots
 from .code_blocks import has_code_blocks
 from .code_products import CodeProducts
 from .matrix_code_products import MatrixCodeProducts
 from .query_rows import QueryRows
 from .row_products import RowProducts
-from .word_products import WordProducts, has_word_products
+from .word_products import has_word_products, word_products_of
 
 
 def products_of(spec: KernelSpec, ops, rows: QueryRows, is_listed: bool = False) -> RowProducts:
@@ -22,7 +22,7 @@ def products_of(spec: KernelSpec, ops, rows: QueryRows, is_listed: bool = False)
     if is_listed:
         return RowProducts(spec, ops, rows)
     if has_word_products(spec):
-        return WordProducts(spec, ops, rows)
+        return word_products_of(spec)(spec, ops, rows)
     if not has_code_blocks(spec):
         return RowProducts(spec, ops, rows)
     return (MatrixCodeProducts if spec.target.has_smmla else CodeProducts)(spec, ops, rows)
@@ -33,7 +33,7 @@ def helpers_of(spec: KernelSpec, is_listed: bool = False) -> tuple[str, ...]:
     if is_listed:
         return ()
     if has_word_products(spec):
-        return (words.LLVM_HELPERS,)
+        return (words.LLVM_HELPERS, byte_pairs.LLVM_HELPERS)
     if not has_code_blocks(spec):
         return ()
     has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ..simd import broadcast, shuffle
+from ..two_bytes import put_together
 
 
 def _helper(instruction: str) -> str:
@@ -29,12 +30,17 @@ class SignedDots:
 
     lanes = 4
     is_signed = True
+    max_turns = 4
     llvm_helpers = (_helper("sdot"),)
 
     def dot(self, total, codes, dword):
         """Return `total` plus the products of the bytes of `codes` and of a scalar dword."""
         arguments = ("pagedkv_sdot", total, codes, broadcast(dword, self.lanes))
         return T.call_pure_extern("int32x4", *arguments)
+
+    def put_together(self, high, low):
+        """The sums of products with numbers of two bytes, from those with either byte."""
+        return put_together(high, low, self.lanes)
 
     def of_four(self, dwords, at, row: int):
         """Dword of a row, of the four rows whose dwords begin at index `at` of a buffer.

@@ -120,7 +120,7 @@ def test_instructions(name, more, instruction):
     spec = make_spec(*SHAPES[name], target=vector_target(target))
     assert has_word_products(spec)
     assembly = compile_kernel(build_kernel("decode", spec), "decode", target).inspect_source("s")
-    assert assembly.count(instruction) > 64
+    assert assembly.count(instruction) >= 64
 
 
 @needs_cpu(CPU)

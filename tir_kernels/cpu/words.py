@@ -42,13 +42,13 @@ def dot(total, a, b):
     return T.call_pure_extern("int32x8", "pagedkv_word_dot", total, a, b)
 
 
-def dot_in_order(total, a, b):
-    """Return what `dot` does, for a long sum among as many as registers hold.
+def in_order(total):
+    """Return a sum as it is, one of as many long sums as registers hold.
 
     LLVM would cut such sums into several, which it adds up at the end, and spill some of them. The
-    result therefore passes through assembly code without any instruction.
+    sum therefore passes through assembly code without any instruction.
     """
-    return T.call_pure_extern("int32x8", "pagedkv_in_order", dot(total, a, b))
+    return T.call_pure_extern("int32x8", "pagedkv_in_order", total)
 
 
 def integer(value: int):

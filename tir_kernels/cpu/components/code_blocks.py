@@ -24,6 +24,7 @@ from ..codes import load_unpacked
 from ..simd import (
     F32,
     INTO_L1,
+    INTO_L2,
     broadcast,
     constant,
     load,
@@ -131,7 +132,8 @@ class CodeScales:
             pages, (*row, _) = element(first, 0)
             # Slots of a page are neighbours: their scales are one run of numbers.
             count = run * num_groups
-            if self.spec.target.has_word_dot and run >= 4 and num_groups % 2 == 0:
+            has_pairs = str(pages.scales.dtype) != F32 and num_groups % 2 == 0
+            if self.spec.target.has_word_dot and has_pairs and run >= 4:
                 self._take_pairs(pages, row, sink, column + first, run)
                 continue
             if run < 4:
@@ -185,13 +187,15 @@ class CodeScales:
     def prefetcher(self, rows, position, plane: int) -> Callable:
         """What asks for the codes of `positions` positions of K or V, little by little.
 
-        Asking for much at once would wait for memory. A step has few enough lines for L1.
+        Asking for much at once would wait for memory. A step has few enough lines for L1, but CPUs
+        with AVX2 alone wait for that, too.
 
         Returns
         -------
         callable
             ``(part, num_parts)``, the first of which may be an expression.
         """
+        locality = INTO_L2 if self.spec.target.has_word_dot else INTO_L1
         is_one_run = rows.run >= self.positions
         whole = rows.tile(position, self.positions) if is_one_run else None
         num_bytes = {K_PLANE: self.k_rows, V_PLANE: self.v_rows}[plane].row_bytes
@@ -206,7 +210,7 @@ class CodeScales:
             for t in range(0, count, run):
                 pages, (*row, _) = element(first + t, 0)
                 for byte in range(0, run * num_bytes, LINE):
-                    prefetch(pages.codes, (*row, byte), INTO_L1)
+                    prefetch(pages.codes, (*row, byte), locality)
 
         return prefetch_part
 

@@ -11,9 +11,9 @@ from tvm.script import tirx as T
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ...spec import KernelSpec
-from ..byte_pairs import BytePairs
+from ..byte_pairs import BytePairs, VectorBytes
 from ..simd import F32, broadcast, constant, load, shuffle, store, temp
-from ..words import INT32, LANES, RowWords, dot_in_order, integer
+from ..words import INT32, LANES, RowWords, dot, integer
 from .code_blocks import CodeRows, CodeScales, KBlocks
 from .code_scores import CodeScores
 from .kv_blocks import BLOCK, KvBlocks
@@ -40,6 +40,8 @@ def word_products_of(spec: KernelSpec) -> type:
 @T.meta_class
 class PackedWordProducts(CodeScores, WordValues):
     """As `WordProducts`, for K in 4 bits."""
+
+    rows_of_bytes = VectorBytes
 
     def __init__(self, spec: KernelSpec, ops, rows: QueryRows):
         super().__init__(spec, ops, rows)
@@ -133,7 +135,7 @@ class WordProducts(WordValues):
             for r in range(self.blocking.rows):
                 q, at = self.q.vector(first_row + r, column // 2), (self._sum(r, t), 0)
                 total = load(sums, at, LANES, INT32)
-                store(sums, at, LANES, dot_in_order(total, words, q), INT32)
+                store(sums, at, LANES, dot(total, words, q), INT32)
 
     def _sum(self, r: int, t: int) -> int:
         """Row of the sums of a row of Q and a position."""

@@ -3,8 +3,7 @@
 
 The weights of a block become integers of 16 bits. Codes are widened to words where they are read,
 two rows at a time, so that a dword has a column of both. Codes of 4 bits are unsigned there; what
-the 8 that is in each adds is subtracted where sums begin. Those in the upper bits of a byte stay
-there, 16 times too large, and so are their sums.
+the 8 that is in each adds is subtracted where sums begin.
 
 Bytes of packed codes that lie side by side share a word until they are multiplied, so a vector of
 sums has every second column. Columns of O are in that order until `finish`.
@@ -15,10 +14,11 @@ from typing import NamedTuple
 
 from tvm.script import tirx as T
 
+from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ..shuffles import next_power_of_two
 from ..simd import broadcast, load, shuffle, store, temp
-from ..words import INT32, LANES, RowWords, both_words, dot_in_order, integer
+from ..words import INT32, LANES, RowWords, dot, in_order, integer
 from .code_blocks import CodeScales
 from .kv_blocks import BLOCK, KvBlocks
 from .row_products import RowProducts
@@ -38,13 +38,13 @@ class Strip(NamedTuple):
         Bytes of codes that are read of a row.
     words : tuple of int
         Packed codes: the words of these bytes that are multiplied.
-    is_odd : bool
-        Packed codes: whether it is the second byte of each word.
+    is_high : bool
+        Packed codes: whether they are those in the upper bits of bytes, of the second half of O.
     """
 
     width: int
     words: tuple[int, ...] = ()
-    is_odd: bool = False
+    is_high: bool = False
 
 
 @T.meta_class
@@ -79,14 +79,17 @@ class WordValues(RowProducts):
                 self._set_weights(r * groups, groups, lambda i: (row, i))
         else:
             self._set_weights(0, num_rows, lambda i: (block * num_rows + i, 0))
-        width = T.meta_var(self._width)
-        for i in range(self.v_rows.code_bytes // width):
-            self._add_strips(kv, first_row, i * width)
+        for i in range(self.v_rows.code_bytes // self._width):
+            self._add_strips(kv, first_row, i)
 
-    def _add_strips(self, kv, first_row, begin) -> None:
-        """Add the products with the columns of some bytes of codes, which share scales."""
-        for strip in _strips(self._width, self.v_rows.codec.is_packed):
-            self._add_columns(kv, first_row, begin, strip)
+    def _add_strips(self, kv, first_row, i) -> None:
+        """Add the products with `_width` bytes of codes, which share scales."""
+        strips = _strips(self._width, self.v_rows.codec.is_packed)
+        num_strips = len(strips) * (self.v_rows.code_bytes // self._width)
+        num_parts = min(self.scales.positions, 1 << num_strips.bit_length() - 1)
+        for n, strip in enumerate(strips):
+            part = (i * len(strips) + n) % num_parts
+            self._add_columns(kv, first_row, i * self._width, strip, part, num_parts)
 
     @property
     def _width(self) -> int:
@@ -98,10 +101,9 @@ class WordValues(RowProducts):
         self.weights.set_rows(first, count, lambda i, n: self._scaled_weights(*source(i), n))
         if self.v_rows.codec.is_packed:
             lanes = next_power_of_two(count)
-            zeros = broadcast(T.int32(-self.v_rows.zero), lanes)
-            store(
-                self.weight_offsets, (first,), lanes, self.weights.sums(first, count) * zeros, INT32
-            )
+            zero = broadcast(T.int32(-self.v_rows.zero), lanes)
+            offsets = self.weights.sums(first, count) * zero
+            store(self.weight_offsets, (first,), lanes, offsets, INT32)
 
     def _scaled_weights(self, row, group, start: int) -> list:
         """Weights of a row times the scales of V: of 8 positions, and of those `HALF` later."""
@@ -112,74 +114,77 @@ class WordValues(RowProducts):
         return found
 
     @inline
-    def _add_columns(self, kv, first_row, begin, strip):
-        """Add the products with the columns of a strip, from byte `begin` of the codes on."""
+    def _add_columns(self, kv, first_row, begin, strip, part, num_parts):
+        """Add the products with the columns of a strip, from byte `begin` of the codes on.
+
+        A part of what comes next is prefetched.
+        """
         sums = T.alloc_local((2 * self.blocking.rows, LANES), INT32)
-        self._begin_columns(sums, begin)
+        self._begin_columns(sums, begin, strip)
         for i in range((kv.count + POSITIONS - 1) // POSITIONS):
             tile = kv.rows.tile(kv.first + i * POSITIONS, POSITIONS)
+            self._prefetch_following(kv, kv.following_first + i * POSITIONS, part, num_parts)
             for t in T.unroll(HALF):
                 self._add_pair(sums, tile, t, i * HALF + t, begin, strip)
         self._put_columns(sums, first_row, begin, strip)
 
-    def _packed_row(self, r: int, vector: int, begin):
-        """Row of `weights` of a row, for the group of one of the two vectors of a strip."""
+    def _prefetch_following(self, kv, following, part, num_parts: int) -> None:
+        """Prefetch a part of `POSITIONS` positions that come next."""
+        for first in range(0, POSITIONS, self.scales.positions):
+            for plane in (V_PLANE, K_PLANE):
+                prefetch = self.scales.prefetcher(kv.following, following + first, plane)
+                prefetch(part, num_parts)
+
+    def _packed_row(self, r: int, begin, strip: Strip):
+        """Row of `weights` of a row, for the group of the columns of a strip."""
         if self.num_groups == 1:
             return r
-        column = begin
-        if self.v_rows.codec.is_packed:
-            column = vector * self.v_rows.code_bytes + begin
+        column = begin + strip.is_high * self.v_rows.code_bytes
         return r * self.num_groups + column * self.num_groups // self.spec.v_head_dim
 
-    def _begin_columns(self, sums, begin) -> None:
-        for vector in range(2):
-            for r in range(self.blocking.rows):
-                value = integer(0)
-                if self.v_rows.codec.is_packed:
-                    offset = self.weight_offsets[self._packed_row(r, vector, begin)]
-                    value = broadcast(temp(offset * (16 if vector else 1), 1, INT32), LANES)
-                store(sums, (vector * self.blocking.rows + r, 0), LANES, value, INT32)
+    def _begin_columns(self, sums, begin, strip: Strip) -> None:
+        for r in range(self.blocking.rows):
+            value = integer(0)
+            if self.v_rows.codec.is_packed:
+                offset = self.weight_offsets[self._packed_row(r, begin, strip)]
+                value = broadcast(temp(offset, 1, INT32), LANES)
+            for vector in range(2):
+                store(sums, (2 * r + vector, 0), LANES, value, INT32)
 
     def _add_pair(self, sums, tile, t, dword, begin, strip: Strip) -> None:
         """Add the products with positions `t` and ``t + HALF`` of a tile."""
         both = []
         for position in (t, t + HALF):
             pages, (*row, _) = tile.v(position, 0)
-            dtype = str(pages.codes.dtype)
-            both.append(
-                temp(pages.codes[(*row, T.ramp(begin, 1, strip.width))], strip.width, dtype)
-            )
+            codes = pages.codes[(*row, T.ramp(begin, 1, strip.width))]
+            both.append(temp(codes, strip.width, str(pages.codes.dtype)))
         words = _packed_words(both, strip) if strip.words else _words(both)
-        for vector, value in enumerate(words):
-            for r in range(self.blocking.rows):
-                row = self._packed_row(r, vector, begin)
-                weight = broadcast(self.weights.words[row, dword], LANES)
-                at = (vector * self.blocking.rows + r, 0)
+        for r in range(self.blocking.rows):
+            row = self._packed_row(r, begin, strip)
+            weight = temp(broadcast(self.weights.words[row, dword], LANES), LANES, INT32)
+            for vector, value in enumerate(words):
+                at = (2 * r + vector, 0)
                 total = load(sums, at, LANES, INT32)
-                store(sums, at, LANES, dot_in_order(total, value, weight), INT32)
+                store(sums, at, LANES, in_order(dot(total, value, weight)), INT32)
 
     def _put_columns(self, sums, first_row, begin, strip: Strip) -> None:
         """Add sums of products to O, whose earlier sums decay."""
-        o, is_packed = self.rows.o, self.v_rows.codec.is_packed
+        o = self.rows.o
         for r in range(self.blocking.rows):
             decay = temp(self.rows.softmax.rescale[self.rows.state(first_row + r)])
+            scale = temp(self.weights.scale[self._packed_row(r, begin, strip)])
             for vector in range(2):
-                scale = self.weights.scale[self._packed_row(r, vector, begin)]
-                if is_packed and vector:
-                    scale = scale * T.float32(1 / 16)
-                scale = broadcast(temp(scale), LANES)
-                value = load(sums, (vector * self.blocking.rows + r, 0), LANES, INT32)
-                value = T.cast(value, "float32x8") * scale
-                at = (first_row + r, self._place(begin, strip, vector))
+                value = load(sums, (2 * r + vector, 0), LANES, INT32)
+                value = T.cast(value, "float32x8") * broadcast(scale, LANES)
+                at = (first_row + r, self._place(begin, strip) + vector * LANES)
                 before = load(o, at, LANES) * broadcast(decay, LANES)
                 store(o, at, LANES, before + value)
 
-    def _place(self, begin, strip: Strip, vector: int):
-        """Where one of the two vectors of a strip is in a row of O."""
-        if not strip.words:
-            return begin + vector * LANES
-        index = 2 * (strip.words[0] != 0) + strip.is_odd
-        return vector * self.v_rows.code_bytes + begin + index * LANES
+    def _place(self, begin, strip: Strip):
+        """Where the two vectors of a strip are in a row of O."""
+        if strip.words and strip.words[0]:
+            begin = begin + 2 * LANES
+        return begin + strip.is_high * self.v_rows.code_bytes
 
     @inline
     def finish(self, num_heads):
@@ -191,9 +196,11 @@ class WordValues(RowProducts):
     def _order_packed_columns(self, row) -> None:
         o, width = self.rows.o, self._width
         places = {}  # of columns among those of as many bytes
-        for n, strip in enumerate(_strips(width, True)):
+        for strip in _strips(width, True):
             for lane, word in enumerate(strip.words):
-                places[2 * word + strip.is_odd] = n * LANES + lane
+                for is_odd in range(2):
+                    place = self._place(0, strip) + is_odd * LANES + lane
+                    places[2 * word + is_odd] = place % self.v_rows.code_bytes
         for first in range(0, self.spec.v_head_dim, width):
             at = [(row, first + c) for c in range(0, width, LANES)]
             vectors = [temp(load(o, each, LANES), LANES) for each in at]
@@ -212,7 +219,7 @@ def _strips(width: int, is_packed: bool) -> list[Strip]:
     num_parts = width // 16
     sets = [[8 * p + 4 * n + i for p in range(num_parts) for i in range(4)] for n in range(2)]
     words = sets if num_parts == 2 else [sorted(sets[0] + sets[1])]
-    return [Strip(width, tuple(each), is_odd) for each in words for is_odd in (False, True)]
+    return [Strip(width, tuple(each), is_high) for each in words for is_high in (False, True)]
 
 
 def _words(both: list) -> list:
@@ -227,15 +234,15 @@ def _words(both: list) -> list:
 
 
 def _packed_words(both: list, strip: Strip) -> list:
-    """Codes of 4 bits of two rows: those in the lower bits of bytes, and those in the upper."""
+    """Codes of 4 bits of two rows: those of the first byte of each word, and of the second."""
     count = strip.width // 2
-    rows = [temp(T.reinterpret(f"int16x{count}", x), count, "int16") for x in both]
+    rows = [temp(T.reinterpret(f"uint16x{count}", x), count, "uint16") for x in both]
     words = shuffle(rows, [x for word in strip.words for x in (word, count + word)])
-    words = temp(words, CODES, "int16")
-    if strip.is_odd:
-        words = T.reinterpret(f"uint16x{CODES}", words)
-        words = temp(T.shift_right(words, broadcast(T.uint16(8), CODES)), CODES, "uint16")
-    dwords = temp(T.reinterpret("int32x8", words), LANES, INT32)
-    return [
-        temp(T.bitwise_and(dwords, both_words(mask)), LANES, INT32) for mask in (0x000F, 0x00F0)
-    ]
+    words = temp(words, CODES, "uint16")
+    found = []
+    for shift in (4, 12) if strip.is_high else (0, 8):
+        codes = T.shift_right(words, broadcast(T.uint16(shift), CODES)) if shift else words
+        if shift < 12:
+            codes = T.bitwise_and(codes, broadcast(T.uint16(15), CODES))
+        found.append(temp(T.reinterpret("int32x8", codes), LANES, INT32))
+    return found

@@ -11,6 +11,7 @@ from .conv_spec import ConvSpec
 from .cpu.attention import append_prefill, decode, listed, mla, prefill, shared, tree
 from .cpu.attention import page_bounds as bounds
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
+from .cuda.step_arrays import advance_arrays
 from .index_spec import IndexSpec
 from .moves import append, copy, merge
 from .recurrent_sets import builders_of as recurrent_builders
@@ -81,7 +82,7 @@ _LISTED = {"attend_listed", "attend_blocks"}
 _BOUNDS = {"page_bounds", "choose_pages"}
 _SPANS = {"prefill_spans", "prefill_spans_sliding"}
 _ROWS = {"prefill_ragged", "prefill_ragged_sliding", "tree", "tree_sliding"}  # of a step alone
-_BOTH = _ROWS | {"merge", "copy_single_page", "copy_pages", "compact_copy"}
+_BOTH = _ROWS | {"merge", "copy_single_page", "copy_pages", "compact_copy", "advance_arrays"}
 _ANY_TARGET = (  # written once, in `moves`
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
     *("copy_single_page", "copy_pages", "debug_get_kv", "compact_copy"),
@@ -134,7 +135,8 @@ def names_for(target: VectorTarget | CudaTarget) -> list[str]:
 
 def _builders(target: VectorTarget | CudaTarget) -> dict[str, Callable]:
     if isinstance(target, CudaTarget):
-        return {name: BUILDERS[name] for name in _ANY_TARGET} | CUDA_BUILDERS
+        moves = {name: BUILDERS[name] for name in _ANY_TARGET}
+        return moves | CUDA_BUILDERS | {"advance_arrays": advance_arrays}
     return BUILDERS
 
 
@@ -155,13 +157,13 @@ def build_kernel(name: str, spec: KernelSpec | RecurrentSpec | ConvSpec | IndexS
     """
     if isinstance(spec, KernelSpec) and isinstance(spec.target, CudaTarget):
         require_cuda()
-    known = BUILDERS if isinstance(spec, KernelSpec) else recurrent_builders(spec)
+    known = _builders(spec.target) if isinstance(spec, KernelSpec) else recurrent_builders(spec)
     if name not in known:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(known)}")
     try:
         if not isinstance(spec, KernelSpec):
             return known[name]()
-        return _builders(spec.target)[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
+        return known[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
     except DiagnosticError as error:  # the parser's, around what a fragment raised
         raise _root(error) from None
 

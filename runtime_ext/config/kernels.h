@@ -60,6 +60,7 @@ enum class KernelName : int {
   kRecurrentScan,
   kRowAppend,
   kCausalConv,
+  kAdvanceArrays,
   kNumNames,
 };
 

@@ -6,14 +6,15 @@
 #include "step/step_arrays.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
+
+#include "step/array_changes.h"
 
 namespace pagedkv {
 
 StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
                        const ForwardPlan& plan, std::vector<int64_t> num_taps,
-                       const ByteCounter& counter)
+                       ffi::Function advance_arrays, const ByteCounter& counter)
     : table_(table),
       plan_(plan),
       plan_arrays_(plan),
@@ -21,10 +22,14 @@ StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
       num_taps_(std::move(num_taps)),
       is_inline_(config.has_inline_rope),
       is_host_(config.device.device_type == kDLCPU),
+      advance_arrays_(std::move(advance_arrays)),
       sizes_(InitialSizes(config)),
       room_(sizes_),
-      arrays_(config.has_merged_aux, config.device, sizes_, counter, {{2}}) {
-  static_assert(kTreeOrder == 0, "the shape of its rows, {2}, is given for the first array");
+      arrays_(config.has_merged_aux, config.device, sizes_, counter,
+              {{2}, {ArrayChanges::kNumColumns}, {num_groups_}}) {
+  static_assert(kTreeOrder == 0 && kChanges == 1 && kNewPageIds == 2,
+                "the shapes of their rows are given for the first arrays");
+  if (!arrays_.can_make_arrays()) advance_arrays_ = nullptr;
 }
 
 std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config) const {
@@ -35,6 +40,10 @@ std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config) const {
   const int64_t num_sequences = std::min(config.max_num_sequences, num_rows);
   std::vector<int64_t> sizes(SegmentIndex(0, SegmentArray{}));
   sizes[kTreeOrder] = num_rows;
+  if (advance_arrays_ != nullptr) {
+    sizes[kChanges] = kNumCommonArrays + kNumGroupArrays * table.num_groups();
+    sizes[kNewPageIds] = sizes[kNewRows] = num_sequences;
+  }
   sizes[kTreeOrderIndptr] = num_sequences + 1;
   sizes[kQueryIndptr] = num_sequences + 1;
   sizes[kQueryPositions] = num_rows;
@@ -80,16 +89,6 @@ void StepArrays::Fill() {
   arrays_.Upload();
 }
 
-int64_t StepArrays::NumPageIdsLeft() const {
-  if (!is_host_) return -1;
-  int64_t num_left = std::numeric_limits<int32_t>::max();
-  for (int32_t g = 0; g < num_groups_; ++g) {
-    const size_t i = Index(g, kPageIds);
-    num_left = std::min(num_left, room_[i] - sizes_[i]);
-  }
-  return num_left;
-}
-
 /*! \brief Page tables of a host may grow to what the cache has pages, for which there is memory. */
 void StepArrays::SetRoom() {
   room_ = sizes_;
@@ -99,23 +98,10 @@ void StepArrays::SetRoom() {
   }
 }
 
-void StepArrays::Advance() {
-  for (int32_t g = 0; g < num_groups_; ++g) {
-    const size_t i = Index(g, kPageIds);
-    arrays_.Resize(i, sizes_[i] + plan_arrays_.NumNewPages());
-    sizes_[i] += plan_arrays_.NumNewPages();
-  }
-  plan_arrays_.AdvancePositions(arrays_.host(kQueryPositions), arrays_.host(kPastLengths));
-  for (int32_t g = 0; g < num_groups_; ++g) {
-    auto host = [&](GroupArray array) { return arrays_.host(Index(g, array)); };
-    plan_arrays_.AdvancePageTable(g, host(kPageIndptr), host(kPageIds));
-    plan_arrays_.AdvanceLengthsAndSlots(g, host(kLengths), host(kSlots));
-  }
-}
-
 void StepArrays::SetSizes() {
   const int64_t num_sequences = plan_.num_sequences();
   sizes_[kTreeOrder] = plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0;
+  sizes_[kChanges] = sizes_[kNewPageIds] = sizes_[kNewRows] = 0;
   sizes_[kTreeOrderIndptr] = plan_.needs_tree_mask() ? num_sequences + 1 : 0;
   sizes_[kQueryIndptr] = num_sequences + 1;
   sizes_[kQueryPositions] = plan_.num_rows();

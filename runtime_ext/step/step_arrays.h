@@ -11,6 +11,7 @@
 #define TVM_PAGEDKV_STEP_STEP_ARRAYS_H_
 
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -38,14 +39,19 @@ enum class StateArray {
 
 class StepArrays {
  public:
-  /*! \param num_taps Of each group, see LayerStorage::NumTaps. */
+  /*!
+   * \param num_taps Of each group, see LayerStorage::NumTaps.
+   * \param advance_arrays The kernel of that name; null where there is none.
+   */
   StepArrays(const CacheConfig& config, const SequenceTable& table, const ForwardPlan& plan,
-             std::vector<int64_t> num_taps, const ByteCounter& counter);
+             std::vector<int64_t> num_taps, ffi::Function advance_arrays,
+             const ByteCounter& counter);
 
   /*!
    * \brief Lays the arrays out for the plan's step, writes them and copies them to the device.
    *
-   * Where the plan has advanced, the arrays of the last step are moved forward instead.
+   * Where the plan has advanced, the arrays of the last step are moved forward instead: on a CPU in
+   * place, on a GPU by a kernel.
    */
   void Fill();
   /*! \brief Page ids that may be added to each group's page table without a new layout; -1 where
@@ -93,7 +99,12 @@ class StepArrays {
 
  private:
   enum CommonArray {
-    kTreeOrder,  // first, because its rows are pairs
+    kTreeOrder,  // the first arrays are those whose rows are no numbers
+    // Arguments of `advance_arrays`. In a step that continues the last one nothing else is copied,
+    // so only arrays that such a step does not have lie before them.
+    kChanges,
+    kNewPageIds,
+    kNewRows,
     kTreeOrderIndptr,
     kQueryIndptr,
     kQueryPositions,
@@ -127,7 +138,15 @@ class StepArrays {
   const ffi::Tensor& view(int32_t group, GroupArray array) const {
     return arrays_.view(Index(group, array));
   }
+  // In step_arrays_advance.cc.
   void Advance();
+  void AdvanceOnHost();
+  void AdvanceOnDevice();
+  template <typename F>
+  void VisitArrays(F visit) const;
+  int64_t NumChanges() const;
+  int64_t WriteChanges();
+
   void SetRoom();
   void SetSizes();
   void SetSegmentSizes();
@@ -141,6 +160,7 @@ class StepArrays {
   std::vector<int64_t> num_taps_;  // [group]
   bool is_inline_;                 // whether a layer has RoPE mode "inline"
   bool is_host_;
+  ffi::Function advance_arrays_;  // null: all arrays are copied in each step
   std::vector<int64_t> sizes_;  // rows of each array
   std::vector<int64_t> room_;   // rows that each may have in this layout
   AuxData arrays_;

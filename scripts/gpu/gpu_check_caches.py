@@ -16,7 +16,7 @@ from gpu_check_pair import POPPABLE, Kernels, Pair
 import tvm_pagedkv as pkv
 from tests import reference
 from tests.reference import quantized
-from tests.support import recurrent_world
+from tests.support import recurrent_world, step_array_cases
 from tests.support.python_kernels import share_every_prefix
 
 
@@ -27,7 +27,8 @@ def check_forwards(kernels: Kernels, size: int, seed: int = 0) -> str:
     for seq_id in range(3):
         pair.add(seq_id)
     pair.step({0: size, 1: size // 2 + 1})
-    pair.step({0: 1, 1: 1})
+    for _ in range(config.page_size + 1):  # steps that continue the last one
+        pair.step({0: 1, 1: 1})
     pair.step({2: 5, 0: 1, 1: size // 3})
     pair.fork(0, 3, 3)
     pair.fork(3, 4, 0)
@@ -211,6 +212,9 @@ def check_the_rest(kernels: Kernels) -> str:
             for part in parts:
                 part[2, ..., : page - 1, :] = part[5, ..., : page - 1, :]
             reference.assert_same_bits(copied.numpy(), pages, name)
+        elif name == "advance_arrays":  # layers with a window do without
+            for seed in range(3):
+                step_array_cases.check(function, tensor, page, 70, 9, 100, seed)
         elif name == "debug_get_kv":
             pages = normal(7, 2, heads[0], page, heads[1])
             out = [tensor(np.zeros((2, 9, *heads), config.dtype)) for _ in range(2)]

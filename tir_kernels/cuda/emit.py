@@ -26,7 +26,9 @@ def launch(grid: Sequence, num_threads: int, min_blocks: int = 0, waits: bool = 
     comes behind waits for all kernels before, too.
 
     The int32 arrays of a step are there at once: they are copied before the first kernel that reads
-    them, and a copy, unlike a kernel, has ended when what comes behind it in the stream begins.
+    them, and a copy, unlike a kernel, has ended when what comes behind it in the stream begins. So
+    has `advance_arrays`, which is launched on the stream of the copies: a kernel waits for the
+    event of another stream before it begins.
 
     Parameters
     ----------

@@ -18,6 +18,7 @@ _HELPER = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _KERNEL = re.compile(r'^extern "C" __global__ void [^;{]*\{.*?^\}\n', re.MULTILINE | re.DOTALL)
+_INT_ARRAY = re.compile(r"\bint\* __restrict__ (?P<name>\w+_ptr)\b")
 _ASSEMBLY = re.compile(r'asm(?: volatile)?\s*\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)')
 _BRANCH = re.compile(
     r"^(?P<value> *[\w ]+ condval(?:_\d+)?;\n)?"
@@ -74,10 +75,21 @@ def _helper(match: re.Match) -> str:
 
 
 def _kernel(text: str) -> str:
+    text = _INT_ARRAY.sub(lambda match: _read_only(match, text), text)
     text = _DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)emulator::SharedBase();", text)
     if "__shared__" in text:
         raise NotImplementedError("the emulator knows dynamic shared memory only")
     return _BRANCH.sub(_note_branch, _LOOP.sub(_note_branch, text))
+
+
+def _read_only(match: re.Match, kernel: str) -> str:
+    """Declare an int32 array constant that the kernel only reads; C++ sees to it."""
+    name = match["name"]
+    num_uses = len(re.findall(rf"\b{name}\b", kernel)) - 1
+    num_elements = len(re.findall(rf"(?<![&\w)]){name}\[", kernel))
+    is_written = re.search(rf"^ *{name}\[.*\] = ", kernel, re.MULTILINE)
+    is_const = num_uses == num_elements and not is_written
+    return ("const " if is_const else "") + match[0]
 
 
 def _note_branch(match: re.Match) -> str:

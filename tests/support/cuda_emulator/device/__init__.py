@@ -44,8 +44,11 @@ class EmulatedDevice:
         calls.update(Counter(dict(self.counts().items())) - before)
 
     def kernels(self, kernels: dict[str, Callable]) -> dict[str, Callable]:
-        """Functions that take tensors on the host, launched as kernels of the device are."""
-        launch = self.launch
+        """Functions that take tensors on the host, launched as kernels of the device are.
+
+        They only read int32 arrays.
+        """
+        launch = self.launch_kernel
         return {name: partial(launch, kernel) for name, kernel in kernels.items()}
 
     def put(self, array: np.ndarray) -> tvm.runtime.Tensor:

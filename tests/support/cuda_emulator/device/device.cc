@@ -25,9 +25,10 @@ struct Alias {
 };
 
 // Queues a call of a function that does what a kernel does: it takes tensors on the host.
+template <bool writes_int32>
 void LaunchFunction(ffi::PackedArgs args, ffi::Any*) {
   auto function = args[0].cast<ffi::Function>();
-  std::vector<const void*> pointers;
+  std::vector<Access> accesses;
   std::vector<ffi::Any> passed;
   for (int i = 1; i < args.size(); ++i) {
     auto tensor = args[i].try_cast<ffi::Tensor>();
@@ -36,22 +37,23 @@ void LaunchFunction(ffi::PackedArgs args, ffi::Any*) {
       continue;
     }
     void* data = static_cast<char*>(tensor->data_ptr()) + tensor->byte_offset();
-    if (tensor->numel() > 0) pointers.push_back(data);
+    const bool writes = writes_int32 || tensor->dtype() != DLDataType{kDLInt, 32, 1};
+    if (tensor->numel() > 0) accesses.push_back({data, writes});
     const DLDevice host{kDLCPU, 0};
     passed.push_back(ffi::Tensor::FromNDAlloc(Alias{data}, tensor->shape(), tensor->dtype(), host));
   }
   void* stream = TVMFFIEnvGetStream(kDLCUDA, 0);
-  Device::Get()->Queue(stream, "a kernel", pointers, [function, passed = std::move(passed)] {
+  Device::Get()->Queue(stream, "a kernel", accesses, [function, passed = std::move(passed)] {
     std::vector<ffi::AnyView> views(passed.begin(), passed.end());
     ffi::Any result;
     function.CallPacked(views.data(), static_cast<int32_t>(views.size()), &result);
   });
 }
 
-bool LaunchHere(void* stream, const Launch& launch, const std::vector<const void*>& pointers,
+bool LaunchHere(void* stream, const Launch& launch, const std::vector<Access>& accesses,
                 std::function<void()> kernel) {
   try {
-    Device::Get()->Queue(stream, "a kernel", pointers, [launch, kernel = std::move(kernel)] {
+    Device::Get()->Queue(stream, "a kernel", accesses, [launch, kernel = std::move(kernel)] {
       if (!RunGrid(launch, kernel)) TVM_FFI_THROW(RuntimeError) << machine().fault;
     });
   } catch (const std::exception& error) {
@@ -91,7 +93,9 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   define("emulated_device.set_room", [](int64_t bytes) { Device::Get()->room = bytes; });
   define("emulated_device.room", [] { return Device::Get()->room; });
   ffi::Function::SetGlobal("emulated_device.launch",
-                           ffi::Function::FromPacked(emulator::LaunchFunction), true);
+                           ffi::Function::FromPacked(emulator::LaunchFunction<true>), true);
+  ffi::Function::SetGlobal("emulated_device.launch_kernel",
+                           ffi::Function::FromPacked(emulator::LaunchFunction<false>), true);
   define("emulated_device.drop_event", [](int64_t event) { Device::Get()->dropped_event = event; });
   define("emulated_device.retire_stream",
          [](int64_t stream) { Device::Get()->RetireStream(reinterpret_cast<void*>(stream)); });

@@ -3,7 +3,8 @@
 //
 // Its memory cannot be touched but by operations of the device, which are queued, and run when the
 // host waits for them: as late as they may. Each carries a vector clock, so that an operation is
-// refused, when it is queued, that touches what another stream touches without an event between.
+// refused, when it is queued, that touches what another stream touches without an event between,
+// unless both only read.
 #ifndef TESTS_CUDA_EMULATOR_DEVICE_H_
 #define TESTS_CUDA_EMULATOR_DEVICE_H_
 
@@ -49,7 +50,7 @@ struct Allocation {
   char* begin;
   size_t num_bytes;
   bool on_device;
-  Clock touched;  // by each stream, the last time
+  Clock read, written;  // by each stream, the last time
 
   void Protect(int protection) const {
     if (on_device) mprotect(mapped, mapped_bytes - kPageBytes, protection);
@@ -60,7 +61,7 @@ struct Stream;
 
 struct Operation {
   std::function<void()> run;
-  std::vector<Allocation*> touched;
+  std::map<Allocation*, bool> touched;  // whether it is written
   char* given_back = nullptr;
   // An event of another stream, when there is nothing to run.
   Stream* source = nullptr;
@@ -125,7 +126,7 @@ class Device : public tvm::runtime::DeviceAPI {
 
   // Frees memory when the stream comes to it.
   void GiveBack(TVMStreamHandle stream, void* data) {
-    Queue(stream, "cudaFreeAsync", {data}, [] {});
+    Queue(stream, "cudaFreeAsync", {{data}}, [] {});
     At(stream)->queue.back().given_back = static_cast<char*>(data);
   }
 
@@ -167,27 +168,27 @@ class Device : public tvm::runtime::DeviceAPI {
   }
 
   // Queues what touches the allocations of these pointers.
-  void Queue(TVMStreamHandle handle, const char* what, const std::vector<const void*>& pointers,
+  void Queue(TVMStreamHandle handle, const char* what, const std::vector<Access>& accesses,
              std::function<void()> run) {
     Stream* stream = At(handle);
     Join(&stream->clock, host_clock_);
-    std::vector<Allocation*> touched;
-    for (const void* pointer : pointers) {
-      if (pointer == nullptr) continue;  // a kernel may be given no memory, and touch none
-      Allocation* allocation = Find(pointer);
+    std::map<Allocation*, bool> touched;
+    for (const Access& access : accesses) {
+      if (access.pointer == nullptr) continue;  // a kernel may be given no memory, and touch none
+      Allocation* allocation = Find(access.pointer);
       if (allocation == nullptr) {
         TVM_FFI_THROW(RuntimeError) << what << " is given memory that is not the device's";
       }
-      for (auto [other, time] : allocation->touched) {
-        if (other == stream->id || stream->clock[other] >= time) continue;
-        TVM_FFI_THROW(RuntimeError)
-            << what << " on stream " << stream->id << " touches " << allocation->num_bytes
-            << " bytes that stream " << other << " touches, without an event between";
-      }
-      touched.push_back(allocation);
+      touched[allocation] = touched[allocation] || access.writes;
+    }
+    for (auto [allocation, writes] : touched) {
+      RequireOrder(stream, what, *allocation, allocation->written);
+      if (writes) RequireOrder(stream, what, *allocation, allocation->read);
     }
     const uint64_t now = stream->num_queued + 1;
-    for (Allocation* allocation : touched) allocation->touched[stream->id] = now;
+    for (auto [allocation, writes] : touched) {
+      (writes ? allocation->written : allocation->read)[stream->id] = now;
+    }
     stream->clock[stream->id] = now;
     Push(stream, {std::move(run), std::move(touched)});
   }
@@ -223,9 +224,9 @@ class Device : public tvm::runtime::DeviceAPI {
                       TVMStreamHandle handle) final {
     const char* source = static_cast<const char*>(from) + from_offset;
     char* destination = static_cast<char*>(to) + to_offset;
-    std::vector<const void*> pointers;
-    if (from_device.device_type != kDLCPU) pointers.push_back(source);
-    if (to_device.device_type != kDLCPU) pointers.push_back(destination);
+    std::vector<Access> accesses;
+    if (from_device.device_type != kDLCPU) accesses.push_back({source, false});
+    if (to_device.device_type != kDLCPU) accesses.push_back({destination});
     // What the host's memory holds when the copy is queued: of memory that is not page-locked that
     // is what is copied, and the other must not change until then.
     std::vector<char> held;
@@ -236,7 +237,7 @@ class Device : public tvm::runtime::DeviceAPI {
       Count(from_device.device_type == kDLCUDA ? "copies on the device" : "copies to the device");
     }
     const bool is_pinned = from_device.device_type == kDLCUDAHost;
-    Queue(handle, "a copy", pointers, [=, held = std::move(held)] {
+    Queue(handle, "a copy", accesses, [=, held = std::move(held)] {
       if (is_pinned && std::memcmp(held.data(), source, num_bytes) != 0) {
         TVM_FFI_THROW(RuntimeError) << "the host wrote what a queued copy was still to read";
       }
@@ -258,6 +259,17 @@ class Device : public tvm::runtime::DeviceAPI {
 
   Stream* At(TVMStreamHandle stream) {
     return stream == nullptr ? streams_.front().get() : static_cast<Stream*>(stream);
+  }
+
+  // Refuses an operation that is not behind what other streams did at these times.
+  static void RequireOrder(Stream* stream, const char* what, const Allocation& allocation,
+                           const Clock& times) {
+    for (auto [other, time] : times) {
+      if (other == stream->id || stream->clock[other] >= time) continue;
+      TVM_FFI_THROW(RuntimeError)
+          << what << " on stream " << stream->id << " touches " << allocation.num_bytes
+          << " bytes that stream " << other << " touches, without an event between";
+    }
   }
 
   Allocation* Find(const void* pointer) {
@@ -302,13 +314,15 @@ class Device : public tvm::runtime::DeviceAPI {
         Run(operation.source, operation.until);
         continue;
       }
-      for (Allocation* each : operation.touched) each->Protect(PROT_READ | PROT_WRITE);
+      for (auto [each, writes] : operation.touched) {
+        each->Protect(writes ? PROT_READ | PROT_WRITE : PROT_READ);
+      }
       try {
         operation.run();
       } catch (const std::exception& error) {
         if (fault_.empty()) fault_ = error.what();
       }
-      for (Allocation* each : operation.touched) each->Protect(PROT_NONE);
+      for (auto [each, writes] : operation.touched) each->Protect(PROT_NONE);
       if (operation.given_back != nullptr) Release(operation.given_back);
     }
   }

@@ -231,13 +231,16 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                 begins_early};
   auto run = [=] { kernel(static_cast<Params>(args)...); };
 #ifdef EMULATOR_ON_DEVICE
-  std::vector<const void*> pointers;
+  std::vector<emulator::Access> accesses;
   auto keep = [&](auto arg) {
-    if constexpr (std::is_pointer_v<decltype(arg)>) pointers.push_back(arg);
+    using Value = std::remove_pointer_t<decltype(arg)>;
+    if constexpr (std::is_pointer_v<decltype(arg)>) {
+      accesses.push_back({arg, !std::is_const_v<Value>});
+    }
   };
-  (keep(args), ...);
+  (keep(static_cast<Params>(args)), ...);
   const bool done =
-      emulator::machine().launch_on_device(config->stream, launch, pointers, std::move(run));
+      emulator::machine().launch_on_device(config->stream, launch, accesses, std::move(run));
 #else
   const bool done = emulator::Submit(launch, std::move(run));
 #endif

@@ -87,10 +87,15 @@ struct Launch {
   std::vector<int64_t> copied_bytes;  // by the asynchronous copies of each block
 };
 
+// Memory of a device that a kernel or a copy is given.
+struct Access {
+  const void* pointer;
+  bool writes = true;
+};
+
 // Queues a launch on a stream of a device; false when that refuses it.
 using DeviceLaunch = bool (*)(void* stream, const Launch& launch,
-                              const std::vector<const void*>& pointers,
-                              std::function<void()> kernel);
+                              const std::vector<Access>& accesses, std::function<void()> kernel);
 
 // Memory in the order of a stream.
 using DeviceTake = void* (*)(void* stream, size_t num_bytes);

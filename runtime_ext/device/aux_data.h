@@ -57,7 +57,8 @@ class AuxData {
   /*! \param room Rows that array `i` may have without a new layout. On a GPU they are copied too.
    */
   void Layout(const std::vector<int64_t>& sizes, const std::vector<int64_t>& room);
-  /*! \brief Like Layout, for a step of UploadFirst: its copy stream waits for the last arrays only. */
+  /*! \brief Like Layout, for a step of UploadFirst: its copy stream waits for the last arrays only.
+   */
   void LayoutBehindLast(const std::vector<int64_t>& sizes);
   /*! \brief Changes the number of rows of array `i`, for which it has room. Its content stays. */
   void Resize(size_t i, int64_t size);

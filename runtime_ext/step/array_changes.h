@@ -3,8 +3,9 @@
  * \file array_changes.h
  * \brief What becomes of the arrays of a step in the next one, for the kernel `advance_arrays`.
  *
- * On a GPU, a step that continues the last one copies the pages that sequences begin, and the kernel
- * makes all other arrays of those of the last step: the copy does not grow with the page tables.
+ * On a GPU, a step that continues the last one copies the pages that sequences begin, and the
+ * kernel makes all other arrays of those of the last step: the copy does not grow with the page
+ * tables.
  */
 #ifndef TVM_PAGEDKV_STEP_ARRAY_CHANGES_H_
 #define TVM_PAGEDKV_STEP_ARRAY_CHANGES_H_

@@ -161,8 +161,8 @@ class StepArrays {
   bool is_inline_;                 // whether a layer has RoPE mode "inline"
   bool is_host_;
   ffi::Function advance_arrays_;  // null: all arrays are copied in each step
-  std::vector<int64_t> sizes_;  // rows of each array
-  std::vector<int64_t> room_;   // rows that each may have in this layout
+  std::vector<int64_t> sizes_;    // rows of each array
+  std::vector<int64_t> room_;     // rows that each may have in this layout
   AuxData arrays_;
   bool has_segments_ = false;  // in this step
 };

@@ -86,7 +86,7 @@ def _read_only(match: re.Match, kernel: str) -> str:
     """Declare an int32 array constant that the kernel only reads; C++ sees to it."""
     name = match["name"]
     num_uses = len(re.findall(rf"\b{name}\b", kernel)) - 1
-    num_elements = len(re.findall(rf"(?<![&\w)]){name}\[", kernel))
+    num_elements = len(re.findall(rf"(?<!&)\b{name}\[", kernel))
     is_written = re.search(rf"^ *{name}\[.*\] = ", kernel, re.MULTILINE)
     is_const = num_uses == num_elements and not is_written
     return ("const " if is_const else "") + match[0]

@@ -266,9 +266,9 @@ class Device : public tvm::runtime::DeviceAPI {
                            const Clock& times) {
     for (auto [other, time] : times) {
       if (other == stream->id || stream->clock[other] >= time) continue;
-      TVM_FFI_THROW(RuntimeError)
-          << what << " on stream " << stream->id << " touches " << allocation.num_bytes
-          << " bytes that stream " << other << " touches, without an event between";
+      TVM_FFI_THROW(RuntimeError) << what << " on stream " << stream->id << " touches "
+                                  << allocation.num_bytes << " bytes that stream " << other
+                                  << " touches, without an event between";
     }
   }
 

@@ -299,6 +299,86 @@ TEST_CASE("kv transfer: receive of a state") {
   REQUIRE_EQ(table.pool(2).num_used(), 0);
 }
 
+TEST_CASE("kv transfer: a sender that lacks what could be popped") {
+  for (const int64_t begin : {10, 12, 22}) {
+    for (const bool is_shared : {false, true}) {
+      SequenceTable table(4, 4, {64, 32}, {0, 6});
+      ForwardPlan plan(&table, 1 << 20);
+      Receives receives(&table);
+      table.Add(0);
+      Step(&plan, {0}, {begin});
+      if (is_shared) table.Fork(0, 1, -1);  // of a last page that is not full, there is a copy
+      const std::vector<std::vector<int32_t>> before = table.At(0).pages;
+      const std::vector<int64_t> first_pages = table.At(0).first_pages;
+      const int32_t num_used = table.pool(1).num_used();
+      for (const bool is_cancelled : {true, false}) {
+        BeginReceive(&table, 0, 30 - begin);
+        receives.HoldPages(table.At(0));
+        REQUIRE_RAISES("ValueError", "cannot do without those before 28",
+                       receives.Shorten(&table.At(0), {begin, 28}));
+        receives.Shorten(&table.At(0), {begin, 24});  // the next row sees position 25
+        table.CheckIntegrity();
+        REQUIRE_EQ(table.At(0).first_pages[1], 6);
+        REQUIRE_EQ(table.At(0).pages[1].size(), 2u);
+        receives.ReleasePages(1);
+        table.CheckIntegrity();
+        if (is_cancelled) {
+          table.Pop(0, 30 - begin);
+          REQUIRE(table.At(0).pages == before);
+          REQUIRE(table.At(0).first_pages == first_pages);
+          REQUIRE_EQ(table.pool(1).num_used(), num_used);
+        } else {
+          table.FinishReceive(&table.At(0));
+          REQUIRE_EQ(table.pool(1).num_used(), is_shared ? num_used + 2 : 2);
+          REQUIRE_RAISES("ValueError", "have been reclaimed", table.Pop(0, 6));
+          Step(&plan, {0}, {7});
+        }
+        table.CheckIntegrity();
+      }
+      table.Clear();
+      table.CheckIntegrity();
+    }
+  }
+}
+
+TEST_CASE("kv transfer: a later state in place of the receiver's own") {
+  SequenceTable table(4, 4, {64, 64}, {}, {{1, 8}}, {8});
+  ForwardPlan plan(&table, 1 << 20);
+  Receives receives(&table);
+  Sends sends(&table);
+  table.Add(0);
+  Step(&plan, {0}, {10});
+  table.Add(1);
+  Step(&plan, {1}, {40});
+  table.Fork(1, 2, 26);  // has the state behind 24 positions, and the ingredients behind it
+  REQUIRE_EQ(sends.FirstToSend(table.At(2), 10, 26), Numbers{10, 24, 24});
+  REQUIRE_EQ(sends.FirstToSend(table.At(2), 24, 26), Numbers{24, 24, 0});
+  const std::vector<std::vector<int32_t>> before = table.At(0).pages;
+  const std::vector<int32_t> states = table.At(0).states[0].pages;
+  for (const bool is_cancelled : {true, false}) {
+    BeginReceive(&table, 0, 16);
+    REQUIRE_RAISES("ValueError", "cannot take the one behind 8",
+                   receives.Shorten(&table.At(0), {10, 8, 8}));
+    const std::vector<int32_t> pages = receives.Shorten(&table.At(0), {10, 24, 24});
+    REQUIRE(pages[0] >= 0);
+    table.CheckIntegrity();
+    REQUIRE_EQ(table.At(0).states[0].length, 24);
+    REQUIRE_EQ(table.At(0).first_pages[1], 6);
+    receives.ReleasePages(1);
+    if (is_cancelled) {
+      table.Pop(0, 16);
+      REQUIRE(table.At(0).pages == before);
+      REQUIRE(table.At(0).states[0].pages == states);
+      REQUIRE_EQ(table.At(0).states[0].length, 10);
+    } else {
+      table.FinishReceive(&table.At(0));
+      REQUIRE_RAISES("ValueError", "have been reclaimed", table.Pop(0, 3));
+      Step(&plan, {0}, {7});
+    }
+    table.CheckIntegrity();
+  }
+}
+
 }  // namespace
 
 }  // namespace pagedkv::kv_transfer_test

@@ -9,15 +9,20 @@ import tvm_ffi
 
 from tvm_pagedkv.transfer import TransferError, _runtime
 
+from .. import reference
+from ..support.cache_cases import layer_of
+from ..support.python_kernels import poison
 from ..support.recurrent_world import World, outputs
-from ..support.transfer_cases import connect, pump, state
+from ..support.transfer_cases import append, attend, caches, connect, pump, rows, state
 from .test_recurrent_transfer import feed, worlds
+
+FIRST_STEPS = [21, 19, 48, 12]
 
 
 def forked(source: World, position: int, more: int = 0) -> None:
     """Make sequence 1 a fork of a longer one, whose ingredients begin with the state before it."""
     source.cache.add_sequence(0)
-    feed(source, 0, [21, 19, 48, 12])
+    feed(source, 0, FIRST_STEPS)
     source.cache.fork_sequence(0, 1, position)
     if more:
         feed(source, 1, [more])
@@ -76,16 +81,78 @@ def test_a_fork_is_sent_with_the_states_that_it_has(position, more, begin, expec
     same_next_steps(source, target, min(length - expected, more, 3))
 
 
-def test_what_the_receiver_has_begun_is_not_replaced():
-    """It has states of its own, so that nothing but the ingredients behind them will do."""
+@pytest.mark.parametrize(
+    ("begin", "more", "expected"), [(50, 4, 64), (57, 0, 64), (63, 8, 64), (64, 4, 0), (67, 4, 0)]
+)
+def test_the_receiver_has_begun(begin, more, expected):
+    """It has states of its own, of which a later one takes the place where the sender has no
+    ingredients behind them, nor what a window of 6 or a convolution kept for pops."""
     source, target = worlds()
-    forked(source, 70, 4)
+    forked(source, 70, more)
+    assert _runtime.first_to_send(source.cache, 1, begin, 70 + more)[-3:] == [expected] * 3
     sender, receiver = connect(source.cache, target.cache)
     target.cache.add_sequence(1)
-    feed(target, 1, [21, 29])
-    receiver.request(1, 24)
-    with pytest.raises(ValueError, match="position 50 of sequence 1 is gone: recurrent layers"):
-        sender.send(sender.next_request(), 1)
+    feed(target, 1, FIRST_STEPS)
+    target.cache.fork_sequence(1, 2, begin)  # shares its pages
+    target.cache.remove_sequence(1)
+    target.cache.fork_sequence(2, 1)
+    before, tables = state(target.cache), [target.cache._state_table(1, s) for s in range(3)]
+    for is_kept in (False, True):
+        ticket = receiver.request(1, 70 + more - begin)
+        send = sender.send(sender.next_request(), 1)
+        pump(sender, receiver)
+        target.cache.check_integrity()
+        if not is_kept:
+            receiver.cancel(ticket)
+            pump(sender, receiver)
+            assert state(target.cache) == before
+            assert [target.cache._state_table(1, s) for s in range(3)] == tables
+            continue
+        sender.finish(send)
+        pump(sender, receiver)
+    assert ticket.is_done
+    for each in (source, target):
+        assert each.cache.stats()["num_pinned_pages"] == 0
+    same_next_steps(source, target, min(more, 3))
+
+
+@pytest.mark.parametrize("window", [9, -8], ids=["sliding", "chunked"])
+@pytest.mark.parametrize("begin", [0, 8, 9, 12, 15, 17, 23, 24, 29, 31, 32, 34])
+def test_a_window_begins_behind_what_the_receiver_has(window, begin):
+    """The sender is a fork, with what the next row sees; the receiver has computed a part."""
+    layers = [layer_of(window), layer_of(0)]
+    source, target = caches(0, layers=layers, max_total_tokens=256, prefill_chunk_size=80)
+    qkv = rows(1, 80)
+    source.add_sequence(0)
+    append(source, 0, qkv)
+    source.fork_sequence(0, 1, 35)
+    target.add_sequence(2)
+    if begin:
+        append(target, 2, qkv[:begin])
+    target.fork_sequence(2, 1)
+    before = state(target)
+    sender, receiver = connect(source, target)
+    for is_kept in (False, True):
+        ticket = receiver.request(1, 35 - begin)
+        send = sender.send(sender.next_request(), 1)
+        pump(sender, receiver)
+        target.check_integrity()
+        if is_kept:
+            sender.finish(send)
+            pump(sender, receiver)
+        else:
+            receiver.cancel(ticket)
+            pump(sender, receiver)
+            assert state(target) == before
+    assert ticket.is_done
+    target.check_integrity()
+    poison(target)
+    for seq_id, length in ((1, 35), (2, begin)):
+        text = np.concatenate([qkv[:length], qkv[70:75]])
+        outs = append(target, seq_id, text[length:])
+        reference.assert_close(outs[0], attend(text, 5, window), "float32")
+        reference.assert_close(outs[1], attend(text, 5), "float32")
+    target.check_integrity()
 
 
 @pytest.mark.parametrize("position", [20, 70])

@@ -144,12 +144,9 @@ bool Receives::MustShorten(const Sequence& sequence, int32_t group, int64_t firs
   const int64_t page_size = geometry.page_size();
   const int64_t wanted = std::max(receive.begin, sequence.first_pages[group] * page_size);
   if (first <= wanted) return false;
-  // Then all pages of the group are of the receive.
-  const bool is_new = receive.groups[group].num_retained == 0 && receive.groups[group].replaced < 0;
-  const int64_t last = geometry.HasWindow(group)
-                           ? geometry.FirstPageToSee(group, sequence.length) * page_size
-                           : wanted;
-  if (is_new && first <= last && first % page_size == 0) return true;
+  const bool is_possible = geometry.HasWindow(group) &&
+                           first <= geometry.FirstPageToSee(group, sequence.length) * page_size;
+  if (is_possible && first % page_size == 0) return true;
   Raise(kValueError, "sequence ", sequence.id, " receives positions ", wanted, " to ",
         sequence.length, " of layer group ", group, "; it cannot do without those before ", first);
 }
@@ -159,10 +156,8 @@ bool Receives::MustMove(const Sequence& sequence, int32_t s, int64_t length) con
   const int64_t wanted = receive.states[s] ? sequence.states[s].length : 0;
   if (length == 0 || length == wanted) return false;
   const int64_t interval = table_->geometry().state_group(s).interval;
-  const bool is_possible = receive.states[s].has_value() || receive.begin == 0;
-  if (is_possible && length > wanted && length <= sequence.length && length % interval == 0) {
-    return true;
-  }
+  const bool is_later = length > std::max(wanted, receive.begin) && length <= sequence.length;
+  if (is_later && length % interval == 0) return true;
   Raise(kValueError, "sequence ", sequence.id, " receives positions ", receive.begin, " to ",
         sequence.length, " and the state behind ", wanted, "; it cannot take the one behind ",
         length, " in its place");
@@ -208,6 +203,8 @@ std::vector<int32_t> Receives::Shorten(Sequence* sequence, const std::vector<int
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const bool has_states = geometry.StateGroupOf(g) >= 0;
     is_shorter[g] = has_states ? first_of[g] > 0 : MustShorten(*sequence, g, first_of[g]);
+    std::vector<int32_t>& gone = receive.groups[g].gone;
+    if (is_shorter[g]) gone.reserve(gone.size() + receive.groups[g].num_retained + 1);
   }
   std::vector<int32_t> pages(sequence->states.size(), -1);
   std::vector<SequenceStates> reserved = ReserveStates(*sequence, firsts);
@@ -233,10 +230,16 @@ std::vector<int32_t> Receives::Shorten(Sequence* sequence, const std::vector<int
 
 void Receives::DropPages(Sequence* sequence, int32_t group, int64_t first) const noexcept {
   const int64_t first_page = table_->geometry().PageOf(first);
+  Receive::Group& backup = sequence->receive->groups[group];
   std::vector<int32_t>& pages = sequence->pages[group];
   const auto end =
       pages.begin() + static_cast<ptrdiff_t>(first_page - sequence->first_pages[group]);
-  for (auto page = pages.begin(); page != end; ++page) table_->pool(group).Release(*page);
+  const auto own_end = pages.begin() + static_cast<ptrdiff_t>(backup.num_retained);
+  // The sequence's own pages come back when the receive is cancelled. A copy of one does not.
+  backup.gone.insert(backup.gone.end(), pages.begin(), own_end);  // within its capacity
+  if (backup.replaced >= 0) backup.gone.push_back(std::exchange(backup.replaced, -1));
+  backup.num_retained = 0;
+  for (auto page = own_end; page != end; ++page) table_->pool(group).Release(*page);
   pages.erase(pages.begin(), end);
   sequence->first_pages[group] = first_page;
 }

@@ -53,6 +53,8 @@ class Receives {
   /*!
    * \brief Leaves out the first positions of an open receive that the sender lacks: those of
    *   windows that can be popped, and those before a later state than the one that was asked for.
+   *   Between them and the sequence's own positions there is then a gap: its pages before that are
+   *   kept for a cancellation only.
    * \param firsts The first position to come, [group]; then the lengths of states, [state group].
    *   What is not later stays as it is.
    * \return The pages of the states, [state group]; -1 where none is received.
@@ -79,7 +81,10 @@ class Receives {
   /*! \brief Takes a page for each state that comes although none was asked for. */
   std::vector<SequenceStates> ReserveStates(const Sequence& sequence,
                                             const std::vector<int64_t>& firsts);
-  /*! \brief Gives up the pages of a group before a position. */
+  /*!
+   * \brief Gives up the pages of a group before a position, which begins a page behind all those
+   *   that the sequence had before the receive.
+   */
   void DropPages(Sequence* sequence, int32_t group, int64_t first) const noexcept;
   /*! \brief The first page that a group keeps, with the positions up to `end`. */
   int64_t FirstPage(const Sequence& sequence, int32_t group, int64_t end) const;

@@ -33,12 +33,13 @@ void Sends::RequireSendable(const Sequence& sequence, const SendMark& mark) cons
 int64_t Sends::StateToSend(const Sequence& sequence, int32_t s, int64_t begin, int64_t end) const {
   const PageGeometry& geometry = table_->geometry();
   const int64_t wanted = geometry.StateToReceive(s, begin, end);
-  // The receiver has states itself, with ingredients up to `begin` behind them.
-  if (wanted == 0 && begin > 0) return wanted;
   const int64_t interval = geometry.state_group(s).interval;
   const int64_t first = geometry.FirstPosition(sequence, geometry.state_group(s).ingredients);
+  const bool has_own = wanted == 0 && begin > 0;  // the receiver, with ingredients up to `begin`
+  if (has_own && first <= begin) return wanted;
+  const int64_t earliest = has_own ? begin / interval * interval + interval : wanted;
   const int64_t last = std::min(end, sequence.states[s].length);
-  for (int64_t length = wanted; length <= last; length += interval) {
+  for (int64_t length = earliest; length <= last; length += interval) {
     const bool has_state = length == 0 || StatePage(sequence, s, length) >= 0;
     if (length >= first && has_state) return length;
   }

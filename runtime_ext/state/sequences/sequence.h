@@ -48,7 +48,7 @@ struct SequenceStates {
 struct Receive {
   struct Group {
     int64_t first_page;
-    std::vector<int32_t> gone;  // leading pages that the window moves past with the new positions
+    std::vector<int32_t> gone;  // leading pages that the new positions do not need
     size_t num_retained;        // pages behind them that the sequence keeps
     int32_t replaced = -1;      // a shared last page that was replaced by a copy
   };

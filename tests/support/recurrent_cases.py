@@ -20,6 +20,7 @@ SHAPES = {  # heads, key heads, key dim, value dim
     "3-heads-24x8": (3, 3, 24, 8),
     "6-of-1-head-7x20": (6, 1, 7, 20),
     "2-heads-64x256": (2, 2, 64, 256),
+    "2-of-1-head-8x7": (2, 1, 8, 7),  # vectors of one column
 }
 SCALE = 0.3
 STATES = {"float32": 1e-5, "float16": 2**-8, "bfloat16": 2**-6}  # errors of their numbers

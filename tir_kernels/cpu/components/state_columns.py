@@ -17,6 +17,7 @@ from ..simd import (
     load,
     multiply_add,
     prefetch,
+    ramp,
     store,
 )
 from .recurrent_token import RecurrentToken
@@ -97,7 +98,7 @@ class RowSums:
 
     def at(self, j):
         """Return the lanes of vector j."""
-        return T.ramp(j * self.lanes, 1, self.lanes)
+        return ramp(j * self.lanes, self.lanes)
 
     @inline
     def clear(self):

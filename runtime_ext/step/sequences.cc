@@ -50,8 +50,8 @@ void Sequences::EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t
   if (std::any_of(config.layers.begin(), config.layers.end(),
                   [](const LayerConfig& layer) { return layer.is_mla(); })) {
     Raise(kValueError,
-          "a sliding window of a sequence is not possible with MLA layers: their kernels have no "
-          "such mask");
+          "a sliding window of a sequence is not possible with MLA layers and index lanes: their "
+          "kernels have no such mask");
   }
   table_->EnableWindow(sequence_id, window, num_sinks, config.window_includes_self());
 }

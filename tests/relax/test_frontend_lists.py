@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import spec
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 from tir_kernels.codec import codec_of
@@ -252,6 +253,35 @@ def test_model_with_an_index_lane(kv_dtype):
         ):
             want, _ = attention_by_heads(*rows, lists, owns, SCALE)
             reference.assert_close(found, want, "float32", "attention")
+
+
+@pytest.mark.parametrize("kinds", [["mha", "index", "mha"], ["mha", "linear", "index"]], ids=str)
+def test_windows_that_the_model_leaves_open(kinds):
+    """Models of mlc-llm say only when a cache is made whether its sequences may have windows."""
+
+    class Open(Indexed):
+        def create(self, support_sliding_window: tirx.Var):
+            self.changes["support_sliding_window"] = support_sliding_window
+            return super().create()
+
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    model = Open(**{**INDEXED, "attn_kind": kinds}, index_lane=LANE)
+    module, _ = model.export_tvm({"create": {"support_sliding_window": int, "$": plain}})[:2]
+    create = relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())["create"]
+    for has_windows, message in ((0, "without sliding_window"), (1, "MLA layers and index lanes")):
+        cache = create(Shape([has_windows]))
+        cache.add_sequence(0)
+        with pytest.raises(ValueError, match=message):
+            cache.enable_sliding_window(0, 8, 2)
+    with pytest.raises(ValueError, match="layer 1: sliding_window .* MLA layers and index lanes"):
+        pkv.KVCacheConfig(
+            num_layers=2,
+            num_qo_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            qk_head_dim=DIM,
+            layers=[pkv.LayerSpec(), LANE],
+            sliding_window=True,
+        )
 
 
 @pytest.mark.parametrize(

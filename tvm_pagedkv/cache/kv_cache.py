@@ -147,9 +147,9 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         KeyError
             If there is no such sequence.
         ValueError
-            If the cache was made without ``sliding_window`` or has MLA layers, if the sequence has
-            a window, or if a number is out of range. A window that includes the row itself needs at
-            least ``sinks + 2`` positions.
+            If the cache was made without ``sliding_window`` or has MLA layers or index lanes, if
+            the sequence has a window, or if a number is out of range. A window that includes the
+            row itself needs at least ``sinks + 2`` positions.
 
         Notes
         -----

@@ -60,8 +60,8 @@ class KVCacheConfig:
         One per layer; None: `num_layers` default layers.
     sliding_window : bool
         Whether `KVCache.enable_sliding_window` can give sequences a sliding window with attention
-        sinks. Not possible with MLA layers. Recurrent layers and convolutions beside them go on
-        from all tokens of the text.
+        sinks. Not possible with MLA layers and index lanes. Recurrent layers and convolutions
+        beside them go on from all tokens of the text.
     sliding_window_includes_self : bool, optional
         Whether such a window counts the query row itself. True: a row sees `window` positions, its
         own included, as masks in transformers do. False: a row sees `window` positions and itself,
@@ -157,8 +157,8 @@ class KVCacheConfig:
         if self.sliding_window and any(layer.kind in LATENT_KINDS for layer in layers):
             index = next(i for i, layer in enumerate(layers) if layer.kind in LATENT_KINDS)
             raise ValueError(
-                f"layer {index}: sliding_window is not possible with MLA layers, whose kernels "
-                "do not support it"
+                f"layer {index}: sliding_window is not possible with MLA layers and index lanes, "
+                "whose kernels do not support it"
             )
         if self.sliding_window and any(layer.kind == "mha_chunked" for layer in layers):
             index = next(i for i, layer in enumerate(layers) if layer.kind == "mha_chunked")

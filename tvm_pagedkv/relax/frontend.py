@@ -276,7 +276,7 @@ class PagedKVCache(PagedKVCacheObject):
                 for kind, own, own_scales in zip(kinds, ropes, scales, strict=True)
             ],
             # Layers with a window of their own ignore those of sequences.
-            sliding_window=has_windows and not {*_LATENT, "mha_chunked"} & set(kinds),
+            sliding_window=has_windows and not {*_LATENT, "mha_chunked", "index"} & set(kinds),
             sliding_window_includes_self=sliding_window_includes_self,
             logit_softcap=logit_softcap,
             alibi=alibi,

@@ -297,6 +297,10 @@ def test_windows_that_the_model_leaves_open(kinds):
             "need runtime 'pagedkv' and a CPU",
         ),
         ({"index_lane": replace(LANE, kv_dtype="int4")}, ValueError, "index keys are kept as"),
+        *(
+            ({"index_lane": LANE, "attn_kind": kinds}, ValueError, "need a layer of attention")
+            for kinds in (["index"] * 3, ["linear", "index", "linear"])
+        ),
     ],
 )
 def test_lanes_that_cannot_be(changes, error, message):

@@ -123,7 +123,7 @@ class PagedKVCache(PagedKVCacheObject):
         models whose layers are all of this kind, on CPUs.
     index_lane : LayerSpec, optional
         The layers of kind "index", which are all alike: `num_qo_heads`, `qk_head_dim` and
-        `kv_dtype`. They are on CPUs only.
+        `kv_dtype`. They are on CPUs only, beside layers of attention.
     sink_logits : bool
         Whether all attention layers have learned sinks, as for `LayerSpec`.
     kv_scales : sequence of pairs, optional
@@ -380,6 +380,11 @@ def _check_index_lane(
         raise ValueError(
             "layers of kind 'index' and index_lane, a LayerSpec of this kind, need each other; got "
             f"kinds {sorted(set(kinds))} and index_lane={index_lane!r}"
+        )
+    if kind is not None and {*kinds} <= {"index", "linear"}:
+        raise ValueError(
+            "layers of kind 'index' need a layer of attention beside them, whose positions they "
+            f"choose; got kinds {sorted(set(kinds))}"
         )
     if kind is not None and (runtime == "stock" or is_cuda(target)):
         raise ValueError("layers of kind 'index' need runtime 'pagedkv' and a CPU")

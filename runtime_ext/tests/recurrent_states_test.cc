@@ -28,6 +28,52 @@ TEST_CASE("states of random sequences are those of their tokens") {
   REQUIRE_GT(num_with_lost_states, 5);
 }
 
+TEST_CASE("states of a token tree take turns in few pages") {
+  struct Tree {
+    std::vector<int64_t> parents;
+    size_t num_pages;  // besides that of the sequence
+  };
+  Tree binary{{-1}, 6}, comb{{-1}, 2}, star{{-1}, 2}, forest{{-1, -1, 1, 1}, 2}, chain{{-1}, 1};
+  for (int64_t node = 1; node < 63; ++node) {
+    binary.parents.push_back((node - 1) / 2);
+    comb.parents.push_back((node - 1) / 2 * 2);
+    star.parents.push_back(0);
+    chain.parents.push_back(node - 1);
+  }
+  for (const Tree& tree : {binary, comb, star, forest, chain}) {
+    const auto num_nodes = static_cast<int64_t>(tree.parents.size());
+    CAPTURE(tree.num_pages);
+    SequenceTable table(1, 4, {64, 64}, {}, {{1, 8}}, {static_cast<int32_t>(tree.num_pages) + 1});
+    ForwardPlan plan(&table, 1 << 20);
+    table.Add(0);
+    const int64_t id = 0, length = 7;
+    plan.Prepare({&id, 1}, {&length, 1});
+    plan.Acquire();
+    plan.Commit();
+    plan.Finish();
+    plan.Prepare({&id, 1}, {&num_nodes, 1}, IntSpan{tree.parents.data(), tree.parents.size()});
+    plan.Acquire();
+    std::map<int32_t, int64_t> last_node{{table.At(0).states[0].pages[0], -1}};  // [page]
+    std::vector<bool> is_done(num_nodes, false);
+    plan.states(0).VisitSegments(0, [&](const StatePlan::Segment& segment) {
+      int64_t before = last_node.at(segment.read_page);
+      for (int64_t n = 0; n < segment.num_nodes; ++n) {
+        const int32_t node = segment.nodes[n];
+        REQUIRE_EQ(tree.parents[node], before);
+        REQUIRE(!is_done[node]);
+        is_done[node] = true;
+        before = node;
+      }
+      last_node[segment.write_page] = before;
+    });
+    REQUIRE(std::all_of(is_done.begin(), is_done.end(), [](bool is) { return is; }));
+    REQUIRE_EQ(last_node.size(), tree.num_pages + 1);
+    plan.Commit();
+    plan.Finish();
+    table.CheckIntegrity();
+  }
+}
+
 TEST_CASE("windows of sequences drop positions, and no state forgets a token") {
   int64_t num_dropped = 0, num_replayed = 0;
   for (uint64_t seed = 200; seed < 220; ++seed) {

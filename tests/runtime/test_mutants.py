@@ -143,14 +143,19 @@ MUTANTS = {
     ),
     "a branch begins with the committed state": Mutant(
         f"{PLAN}.h",
-        "branch.parent < 0 ? last : page_of[branch.parent]",
-        "branch.parent < 0 ? last : last",
+        "branch.read_page < 0 ? last : scratch[branch.read_page]",
+        "branch.read_page < 0 ? last : last",
         ("state/plans/plan_arrays.cc",),
     ),
     "the state before a branch is overwritten": Mutant(
         f"{PLAN}.cc",
-        "      if (parent >= 0) branches[branch_of[parent]].is_end = false;\n",
-        "",
+        "branch.read_page + (is_last ? 0 : 1);",
+        "branch.read_page;",
+    ),
+    "the state before a branch is overwritten by the first child": Mutant(
+        f"{PLAN}.cc",
+        "child == next.children[0]",
+        "child == next.children.back()",
     ),
     "the states of nodes are kept": Mutant(
         "state/plans/forward_plan.cc",

@@ -6,6 +6,7 @@
 #include "state/plans/state_plan.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -20,21 +21,56 @@ void StatePlan::Clear() {
   num_pages_ = 0;
 }
 
-std::vector<StatePlan::Branch> StatePlan::BranchesOf(const std::vector<int32_t>& parents) {
-  std::vector<int32_t> num_children(parents.size(), 0), branch_of(parents.size());
+std::vector<StatePlan::Branch> StatePlan::BranchesOf(const std::vector<int32_t>& parents,
+                                                     size_t* num_scratch) {
+  struct Node {  // a branch of the tree, behind its parent
+    Branch branch;
+    std::vector<size_t> children;
+    int32_t num_pages = 0;  // that its state and those behind it take at a time
+  };
+  std::vector<int32_t> num_children(parents.size(), 0);
   for (int32_t parent : parents) {
     if (parent >= 0) ++num_children[parent];
   }
-  std::vector<Branch> branches;
+  std::vector<size_t> branch_of(parents.size()), stack;
+  std::vector<Node> tree;
   for (size_t node = 0; node < parents.size(); ++node) {  // parents come before their children
     const int32_t parent = parents[node];
     const bool goes_on = parent >= 0 && num_children[parent] == 1;
+    branch_of[node] = goes_on ? branch_of[parent] : tree.size();
     if (!goes_on) {
-      branches.push_back({{}, parent < 0 ? -1 : branch_of[parent], true});
-      if (parent >= 0) branches[branch_of[parent]].is_end = false;
+      (parent < 0 ? stack : tree[branch_of[parent]].children).push_back(tree.size());
+      tree.emplace_back();
     }
-    branch_of[node] = goes_on ? branch_of[parent] : static_cast<int32_t>(branches.size()) - 1;
-    branches[branch_of[node]].nodes.push_back(static_cast<int32_t>(node));
+    tree[branch_of[node]].branch.nodes.push_back(static_cast<int32_t>(node));
+  }
+  for (size_t b = tree.size(); b-- > 0;) {
+    std::vector<size_t>& children = tree[b].children;
+    if (children.empty()) continue;
+    // The one that needs most pages comes last, and has that of its parent as well.
+    std::stable_sort(children.begin(), children.end(), [&](size_t one, size_t other) {
+      return tree[one].num_pages > tree[other].num_pages;
+    });
+    tree[b].num_pages = std::max(tree[children[0]].num_pages, tree[children[1]].num_pages + 1);
+  }
+  *num_scratch = tree.empty() ? 0 : 1;
+  for (size_t b : stack) {
+    *num_scratch = std::max(*num_scratch, static_cast<size_t>(tree[b].num_pages) + 1);
+    if (!tree[b].children.empty()) tree[b].branch.write_page = 1;
+  }
+  std::vector<Branch> branches;
+  branches.reserve(tree.size());
+  while (!stack.empty()) {
+    Node& next = tree[stack.back()];
+    stack.pop_back();
+    for (size_t child : next.children) {
+      Branch& branch = tree[child].branch;
+      branch.read_page = next.branch.write_page;
+      const bool is_last = child == next.children[0];
+      if (!tree[child].children.empty()) branch.write_page = branch.read_page + (is_last ? 0 : 1);
+      stack.push_back(child);
+    }
+    branches.push_back(std::move(next.branch));
   }
   return branches;
 }
@@ -58,21 +94,20 @@ void StatePlan::Add(Sequence* sequence, int64_t end, std::vector<int32_t> parent
   run.first_new = num_pages_;
   run.num_new = static_cast<size_t>(end_page - states.first_page) - run.num_kept;
   num_pages_ += run.num_new;
-  run.branches = BranchesOf(parents);
+  run.branches = BranchesOf(parents, &run.num_scratch);
   run.first_scratch = num_pages_;
-  if (!run.branches.empty()) {
-    run.num_scratch = 1 + std::count_if(run.branches.begin(), run.branches.end(),
-                                        [](const Branch& branch) { return !branch.is_end; });
-  }
   num_pages_ += run.num_scratch;
   runs_.push_back(std::move(run));
 }
 
 void StatePlan::RequirePages() const {
   if (static_cast<int64_t>(num_pages_) <= pool().num_available()) return;
-  Raise(kCacheFullError, "the step needs ", num_pages_,
-        " pages for states of recurrent layers, but ", pool().num_available(), " of ",
-        pool().num_pages(), " are available");
+  size_t num_scratch = 0;
+  for (const Run& run : runs_) num_scratch += run.num_scratch;
+  const std::string of_trees =
+      num_scratch > 0 ? ", " + std::to_string(num_scratch) + " of them for token trees" : "";
+  Raise(kCacheFullError, "the step needs ", num_pages_, " pages for states of recurrent layers",
+        of_trees, ", but ", pool().num_available(), " of ", pool().num_pages(), " are available");
 }
 
 void StatePlan::Reserve() {

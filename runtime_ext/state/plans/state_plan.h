@@ -8,8 +8,13 @@
  * The last page is written in place where only the sequence has it: an aborted step drops that
  * state, for it can be computed again from the one before.
  *
- * Nodes of token trees change no state that is kept. Their states are in pages of the step: one
- * behind each node that branches, and one for the ends of all branches.
+ * Nodes of token trees change no state that is kept. Their states are in pages of the step. The
+ * branches are computed depth first, and the last child of a branch overwrites its state. So the
+ * step needs a page for each state that is still to be read, and one for the ends of all branches:
+ *
+ *     0 - 1 - 2        page 1: behind node 0, then behind node 3
+ *      \- 3 - 4        page 0: behind nodes 2, 4 and 5, which nobody reads
+ *          \- 5
  */
 #ifndef TVM_PAGEDKV_STATE_PLANS_STATE_PLAN_H_
 #define TVM_PAGEDKV_STATE_PLANS_STATE_PLAN_H_
@@ -63,8 +68,8 @@ class StatePlan {
   /*! \brief Nodes in a row, each but the last of which has one child. */
   struct Branch {
     std::vector<int32_t> nodes;
-    int32_t parent;      // the branch before it; -1: the committed positions
-    bool is_end = true;  // of the tree
+    int32_t read_page = -1;  // among the scratch pages of a run; -1: the last state that is kept
+    int32_t write_page = 0;  // 0 where no branch follows
   };
   struct Run {
     Sequence* sequence = nullptr;
@@ -81,7 +86,11 @@ class StatePlan {
   PagePool& pool() const { return table_->pool(geometry_.StatePool(group_)); }
   /*! \brief The page of states as it is after the step. */
   int32_t PageAt(const Run& run, int64_t page) const;
-  static std::vector<Branch> BranchesOf(const std::vector<int32_t>& parents);
+  /*!
+   * \brief The branches of a tree in the order in which their states are computed.
+   * \param num_scratch The pages that they need at a time.
+   */
+  static std::vector<Branch> BranchesOf(const std::vector<int32_t>& parents, size_t* num_scratch);
 
   SequenceTable* table_;
   const PageGeometry& geometry_;
@@ -104,13 +113,10 @@ void StatePlan::VisitSegments(size_t index, Visitor visit) const {
     begin = end;
   }
   const int32_t* scratch = pages_.data() + run.first_scratch;
-  const int32_t end_page = run.num_scratch > 0 ? scratch[run.num_scratch - 1] : -1;
-  std::vector<int32_t> page_of(run.branches.size());
-  for (size_t b = 0; b < run.branches.size(); ++b) {
-    const Branch& branch = run.branches[b];
-    page_of[b] = branch.is_end ? end_page : *scratch++;
-    visit(Segment{branch.parent < 0 ? last : page_of[branch.parent], page_of[b], 0, 0,
-                  branch.nodes.data(), static_cast<int64_t>(branch.nodes.size())});
+  for (const Branch& branch : run.branches) {
+    visit(Segment{branch.read_page < 0 ? last : scratch[branch.read_page],
+                  scratch[branch.write_page], 0, 0, branch.nodes.data(),
+                  static_cast<int64_t>(branch.nodes.size())});
   }
 }
 

@@ -18,11 +18,17 @@ _REDUCTIONS = (np.add, np.multiply, np.minimum, np.maximum, np.add)
 _AVERAGE = 4
 
 
-def _connect(folder: str, num_workers: int, num_groups: int) -> None:
+def _connect(folder: str, num_workers: int, num_groups: int) -> str:
+    """Connect this worker to the others; return what has failed, because an error ends Disco."""
     rank = tvm_ffi.get_global_func("runtime.disco.worker_rank")()
     peers = Worker(rank, num_workers, num_groups)
-    peers.connect(Path(folder), num_workers)
+    try:
+        peers.connect(Path(folder), num_workers)
+    except OSError as error:
+        peers.close()
+        return f"worker {rank}: {error}"
     enter(peers)
+    return ""
 
 
 def _allreduce(send, reduction: int, in_group: bool, receive) -> None:

@@ -30,6 +30,7 @@ import tvm_ffi
 from . import (
     collectives,  # noqa: F401  registers the functions of workers
     interrupts,
+    processes,  # noqa: F401  registers the function that starts them
 )
 
 
@@ -74,8 +75,14 @@ def process_session(num_workers: int, num_groups: int = 1):
     """
     _check_sizes(num_workers, num_groups)
     entry = "tvm_pagedkv.distributed.disco_worker"
+    load_disco()
+    functions = importlib.import_module("tvm.runtime.disco._ffi_api")
     with interrupts.ignored_by_children():
-        session = load_disco().ProcessSession(num_workers, num_groups, entry)
+        # Not Disco's own pool, under which the death of a worker ends this process.
+        session = functions.SessionProcess(
+            num_workers, num_groups, "tvm_pagedkv.disco.create_process_pool", entry
+        )
+        session._configure_structlog()
     return _connected(session, num_workers, num_groups)
 
 
@@ -88,14 +95,25 @@ def _check_sizes(num_workers: int, num_groups: int) -> None:
 
 
 def _connected(session, num_workers: int, num_groups: int):
-    """Connect the workers of a new session, which meet in a private folder."""
+    """Connect the workers of a new session, which meet in a private folder.
+
+    Raises
+    ------
+    RuntimeError
+        If a worker has ended, or was not reached in time.
+    """
     folder = tempfile.mkdtemp(prefix="pagedkv-")
     try:
         with interrupts.deferred():
-            session.get_global_func("tvm_pagedkv.disco.connect")(folder, num_workers, num_groups)
-            session._sync_all()
+            connect = session.get_global_func("tvm_pagedkv.disco.connect")
+            answers = connect(folder, num_workers, num_groups)
+            errors = [answers.debug_get_from_remote(rank) for rank in range(num_workers)]
+    except RuntimeError:
+        raise RuntimeError("a worker has ended before it was connected") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if any(errors):
+        raise RuntimeError(f"workers are not connected: {'; '.join(filter(None, errors))}")
     return session
 
 
@@ -105,11 +123,11 @@ def forget(session) -> None:
     After this the workers cannot communicate. They end with the last reference to `session` or to
     an object of its workers.
     """
-    session.get_global_func("tvm_pagedkv.disco.forget")()
-    session._sync_all()
     for kept in ("_cache", "_import_python_module"):  # these refer to the session
         if hasattr(session, kept):
             delattr(session, kept)
+    session.get_global_func("tvm_pagedkv.disco.forget")()
+    session._sync_all()
 
 
 def stage_function(session, module, name: str):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Sequence
@@ -108,4 +109,5 @@ def _argument(value: int | bytes | tuple[int, ...]) -> Any:
 
 def _drop(workers: Workers, cache_id: int) -> None:
     if workers.close.alive:
-        workers.call("drop_cache", cache_id)
+        with contextlib.suppress(RuntimeError):  # a worker has ended, and with it its caches
+            workers.call("drop_cache", cache_id)

@@ -160,11 +160,12 @@ _COMMANDS = ("create_cache", "cache", "drop_cache", "call", "describe", "step")
 
 
 def _load(options: str) -> str:
-    """Make this thread's `ModelWorker`."""
+    """Make this thread's `ModelWorker`; answer with the process."""
 
-    def load() -> None:
+    def load() -> int:
         worker = current_worker()
         worker.state = ModelWorker(worker, **json.loads(options))
+        return os.getpid()
 
     return _answer(load)
 

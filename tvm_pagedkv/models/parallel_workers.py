@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from typing import Any
@@ -21,12 +22,15 @@ _ERRORS = {
 class Workers:
     """A Disco session whose workers each have a `ModelWorker`.
 
-    The workers end with `close`, when nothing refers to this object, or with the process.
+    Once a worker process has ended, every call raises a RuntimeError that says so. The workers end
+    with `close`, when nothing refers to this object, or with the process.
     """
 
-    def __init__(self, session):
+    def __init__(self, session: Any):
         run = session.get_global_func("tvm_pagedkv.models.run_worker")
         self._held = {"session": session, "run": run}
+        self._processes: list[int] = []
+        self._failure = ""  # why no worker can be used any more
         self.close = weakref.finalize(self, _end, self._held)
 
     @property
@@ -38,12 +42,12 @@ class Workers:
         """Let every worker load its part of the model."""
         with deferred_interrupts():
             load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
-            self._values(load(options), self.session.num_workers)
+            self._processes = _values(self._answers(load(options)))
 
     def call(self, command: str, *args: Any) -> list[Any]:
         """Run a method of `ModelWorker` on all workers; return the result of each."""
         with deferred_interrupts():
-            return self._values(self._part("run")(command, *args), self.session.num_workers)
+            return _values(self._answers(self._part("run")(command, *args)))
 
     def call_first(self, command: str, *args: Any) -> Any:
         """Run a method of `ModelWorker` on all workers; return an object of worker 0.
@@ -56,10 +60,21 @@ class Workers:
     def _part(self, name: str) -> Any:
         if not self._held:
             raise RuntimeError("the model is closed: its workers have ended")
+        if self._failure:
+            raise RuntimeError(self._failure)
         return self._held[name]
 
-    def _values(self, answers, num_workers: int) -> list[Any]:
-        return _values([answers.debug_get_from_remote(worker) for worker in range(num_workers)])
+    def _answers(self, answers) -> list[Any]:
+        """Return what each worker has answered; a RuntimeError if one has ended."""
+        found = []
+        for worker in range(self.session.num_workers):
+            try:
+                found.append(answers.debug_get_from_remote(worker))
+            except RuntimeError:
+                number = f" (process {self._processes[worker]})" if self._processes else ""
+                self._failure = f"worker {worker}{number} has ended; load the model again"
+                raise RuntimeError(self._failure) from None
+        return found
 
 
 def _end(held: dict[str, Any]) -> None:
@@ -67,7 +82,8 @@ def _end(held: dict[str, Any]) -> None:
     with deferred_interrupts():
         session = held["session"]
         held.clear()
-        forget(session)
+        with contextlib.suppress(RuntimeError):  # a worker has ended before
+            forget(session)
         del session  # the last reference: the processes end here
 
 

@@ -5,6 +5,7 @@ from .disco import (
     forget,
     load_disco,
     process_session,
+    reconnect,
     stage_function,
     threaded_session,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "forget",
     "load_disco",
     "process_session",
+    "reconnect",
     "stage_function",
     "threaded_session",
 ]

@@ -19,22 +19,31 @@ _AVERAGE = 4
 
 
 def _connect(folder: str, num_workers: int, num_groups: int) -> str:
-    """Connect this worker to the others; return what has failed, because an error ends Disco."""
+    """Make this thread a worker that is connected to the others; return what has failed."""
     rank = tvm_ffi.get_global_func("runtime.disco.worker_rank")()
-    peers = Worker(rank, num_workers, num_groups)
+    worker = Worker(rank, num_workers, num_groups)
+    enter(worker)
+    return _connected(worker, folder)
+
+
+def _reconnect(folder: str) -> str:
+    """Connect this worker to the others anew; return what has failed."""
+    return _connected(current_worker(), folder)
+
+
+def _connected(worker: Worker, folder: str) -> str:
     try:
-        peers.connect(Path(folder), num_workers)
-    except OSError as error:
-        peers.close()
-        return f"worker {rank}: {error}"
-    enter(peers)
+        worker.connect(Path(folder))
+    except OSError as error:  # it would end the process if Disco saw it
+        worker.close()
+        return f"worker {worker.rank}: {error}"
     return ""
 
 
 def _allreduce(send, reduction: int, in_group: bool, receive) -> None:
     """Reduce on the first worker, in order of rank, so that all workers get identical results."""
     peers, value = current_worker(), host_array(send)
-    members = peers.members if in_group else range(len(peers.sockets) + 1)
+    members = peers.members if in_group else range(peers.num_workers)
     first = members[0]
     if peers.rank != first:
         peers.send(first, value)
@@ -52,7 +61,7 @@ def _allreduce(send, reduction: int, in_group: bool, receive) -> None:
 
 def _allgather(send, in_group: bool, receive) -> None:
     peers, value = current_worker(), host_array(send)
-    members = peers.members if in_group else range(len(peers.sockets) + 1)
+    members = peers.members if in_group else range(peers.num_workers)
     parts = host_array(receive).reshape(len(members), *value.shape)
     # One worker sends at a time, so that no two workers block on sends to each other.
     for index, speaker in enumerate(members):
@@ -67,7 +76,7 @@ def _allgather(send, in_group: bool, receive) -> None:
 
 def _broadcast_from_worker0(send, in_group: bool, receive) -> None:
     peers, target = current_worker(), host_array(receive)
-    members = peers.members if in_group else range(len(peers.sockets) + 1)
+    members = peers.members if in_group else range(peers.num_workers)
     first = members[0]
     if peers.rank == first:
         target[...] = host_array(send)
@@ -97,6 +106,7 @@ def _run_stage(module, name: str, x, *rest: Any):
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tvm_pagedkv.disco.connect": _connect,
+    "tvm_pagedkv.disco.reconnect": _reconnect,
     "tvm_pagedkv.disco.forget": _forget,
     "tvm_pagedkv.disco.run_stage": _run_stage,
     # Disco puts the name of its collectives library between the dots; on CPUs it is empty.

@@ -95,26 +95,34 @@ def _check_sizes(num_workers: int, num_groups: int) -> None:
 
 
 def _connected(session, num_workers: int, num_groups: int):
-    """Connect the workers of a new session, which meet in a private folder.
+    _let_meet(session, "tvm_pagedkv.disco.connect", num_workers, num_groups)
+    return session
+
+
+def reconnect(session) -> None:
+    """Give the workers new sockets, after a call in which some have closed theirs.
 
     Raises
     ------
     RuntimeError
         If a worker has ended, or was not reached in time.
     """
+    _let_meet(session, "tvm_pagedkv.disco.reconnect")
+
+
+def _let_meet(session, function: str, *sizes: int) -> None:
+    """Let the workers connect in a private folder."""
     folder = tempfile.mkdtemp(prefix="pagedkv-")
     try:
         with interrupts.deferred():
-            connect = session.get_global_func("tvm_pagedkv.disco.connect")
-            answers = connect(folder, num_workers, num_groups)
-            errors = [answers.debug_get_from_remote(rank) for rank in range(num_workers)]
+            answers = session.get_global_func(function)(folder, *sizes)
+            errors = [answers.debug_get_from_remote(rank) for rank in range(session.num_workers)]
     except RuntimeError:
         raise RuntimeError("a worker has ended before it was connected") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if any(errors):
         raise RuntimeError(f"workers are not connected: {'; '.join(filter(None, errors))}")
-    return session
 
 
 def forget(session) -> None:

@@ -21,9 +21,11 @@ class Worker:
     """A worker: its rank, its sockets by the rank of the other worker, and the model's state."""
 
     def __init__(self, rank: int, num_workers: int, num_groups: int):
-        self.rank, self.group_size = rank, num_workers // num_groups
+        self.rank, self.num_workers = rank, num_workers
+        self.group_size = num_workers // num_groups
         self.group, self.num_groups = rank // self.group_size, num_groups
         self.sockets: dict[int, socket.socket] = {}
+        self.has_lost_peer = False  # whether a call failed because another worker had failed
         self.state: Any = None
 
     @property
@@ -36,16 +38,19 @@ class Worker:
         """The ranks of the workers of this worker's group."""
         return range(self.group * self.group_size, (self.group + 1) * self.group_size)
 
-    def connect(self, folder: Path, num_workers: int) -> None:
-        """Connect to every other worker; the one with the higher rank dials."""
+    def connect(self, folder: Path) -> None:
+        """Connect to every other worker, anew if it was before; the higher rank dials."""
+        self.close()
+        self.sockets.clear()
+        self.has_lost_peer = False
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(_CONNECT_TIMEOUT_S)
             listener.bind(str(folder / f"{self.rank}.new"))
-            listener.listen(num_workers)
+            listener.listen(self.num_workers)
             (folder / f"{self.rank}.new").rename(folder / str(self.rank))
             for other in range(self.rank):
                 self.sockets[other] = _call(folder / str(other), self.rank)
-            for _ in range(self.rank + 1, num_workers):
+            for _ in range(self.rank + 1, self.num_workers):
                 peer, _ = listener.accept()
                 peer.settimeout(None)
                 self.sockets[int.from_bytes(_receive(peer, _LENGTH_BYTES), "little")] = peer
@@ -54,6 +59,13 @@ class Worker:
         """Close all sockets; workers that wait for this one then fail."""
         for peer in self.sockets.values():
             peer.close()
+
+    def barrier(self) -> None:
+        """Wait until all workers have called this."""
+        for other in self.sockets:
+            self._send_bytes(other, b"\0")
+        for other in self.sockets:
+            self._receive_bytes(other, 1)
 
     def send_on(self, value) -> None:
         """Send a tensor to the worker with the same shard in the next group."""
@@ -69,9 +81,8 @@ class Worker:
             raise ValueError(
                 f"worker {self.rank} is in the first group and has no previous one to receive from"
             )
-        received = _receive(
-            self.sockets[self.rank - self.group_size],
-            math.prod(target.shape) * target.dtype.itemsize,
+        received = self._receive_bytes(
+            self.rank - self.group_size, math.prod(target.shape) * target.dtype.itemsize
         )
         if str(target.dtype) == "bfloat16":
             target.copyfrom(np.frombuffer(received, ml_dtypes.bfloat16).reshape(target.shape))
@@ -80,12 +91,26 @@ class Worker:
 
     def send(self, to: int, array: np.ndarray) -> None:
         """Send the elements of an array to another worker."""
-        self.sockets[to].sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._send_bytes(to, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def receive(self, sender: int, like: np.ndarray) -> np.ndarray:
         """Receive an array with the shape and dtype of `like` from another worker."""
-        data = _receive(self.sockets[sender], like.nbytes)
+        data = self._receive_bytes(sender, like.nbytes)
         return np.frombuffer(data, like.dtype).reshape(like.shape)
+
+    def _send_bytes(self, to: int, data: bytes | memoryview) -> None:
+        try:
+            self.sockets[to].sendall(data)
+        except OSError:
+            self.has_lost_peer = True
+            raise
+
+    def _receive_bytes(self, sender: int, num_bytes: int) -> bytearray:
+        try:
+            return _receive(self.sockets[sender], num_bytes)
+        except OSError:
+            self.has_lost_peer = True
+            raise
 
 
 def _call(path: Path, rank: int) -> socket.socket:

@@ -299,7 +299,7 @@ class ParallelModel:
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
         shapes = (tvm_ffi.Shape(tuple(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
-        return self._call("step", cache.id, name, *shapes)[-1].numpy()
+        return self._workers.step(cache.id, name, *shapes)[-1].numpy()
 
     # --- workers --------------------------------------------------------------------------------
 

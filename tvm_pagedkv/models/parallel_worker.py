@@ -126,14 +126,21 @@ class ModelWorker:
         lengths: Sequence[int],
         tokens: Sequence[int],
     ) -> tvm.runtime.Tensor | None:
-        """Run a step; return the logits on the last stage."""
+        """Run a step; return the logits on the last stage.
+
+        A worker that fails closes its sockets, and the others fail where they wait for it.
+        """
         cache = self.caches[cache_id]
-        with cache.forward(list(seq_ids), list(lengths)):
-            try:
-                return self._compute(name, cache, lengths, tokens)
-            except BaseException:
-                self.worker.close()  # the others wait for what will not come
-                raise
+        try:
+            with cache.forward(list(seq_ids), list(lengths)):
+                logits = self._compute(name, cache, lengths, tokens)
+                self.worker.barrier()  # the step ends on all workers or on none
+            return logits
+        except BaseException as error:
+            self.worker.close()
+            if self.worker.has_lost_peer:  # TVM may have changed the type of the error
+                raise ConnectionError("another worker has failed") from error
+            raise
 
     def _compute(self, name, cache, lengths, tokens) -> tvm.runtime.Tensor | None:
         options, function = self.options, self.vm

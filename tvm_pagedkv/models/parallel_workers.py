@@ -11,7 +11,7 @@ from typing import Any
 import tvm_ffi
 
 from .._errors import CacheFullError
-from ..distributed import deferred_interrupts, forget
+from ..distributed import deferred_interrupts, forget, reconnect
 
 _ERRORS = {
     error.__name__: error
@@ -48,6 +48,23 @@ class Workers:
         """Run a method of `ModelWorker` on all workers; return the result of each."""
         with deferred_interrupts():
             return _values(self._answers(self._part("run")(command, *args)))
+
+    def step(self, *args: Any) -> list[Any]:
+        """Run `ModelWorker.step` on all workers. If it fails on one, no cache has changed."""
+        with deferred_interrupts():
+            answers = self._answers(self._part("run")("step", *args))
+            try:
+                return _values(answers)
+            except Exception:
+                self._reconnect()
+                raise
+
+    def _reconnect(self) -> None:
+        """Connect the workers anew, all of which have closed their sockets and answered."""
+        try:
+            reconnect(self.session)
+        except RuntimeError as error:
+            self._failure = f"{error}; load the model again"
 
     def call_first(self, command: str, *args: Any) -> Any:
         """Run a method of `ModelWorker` on all workers; return an object of worker 0.
@@ -100,7 +117,6 @@ def _values(answers: list[Any]) -> list[Any]:
         values.append(answer.get("value"))
     if errors:
         # A worker that lost its connection is not the one that failed.
-        known = [error for error in errors if error[0] in _ERRORS]
-        name, text = (known or errors)[0]
+        name, text = next((x for x in errors if x[0] != ConnectionError.__name__), errors[0])
         raise _ERRORS.get(name, RuntimeError)(text)
     return values

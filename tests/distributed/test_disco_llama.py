@@ -219,6 +219,25 @@ def test_a_call_that_fails_changes_no_worker(whole, model_of):
     np.testing.assert_array_equal(model.decode(cache, [0], [7]), whole.decode(expected, [0], [7]))
 
 
+def test_a_cache_of_another_model(whole, model_of):
+    model, other = (model_of(num_shards=2, threads=True) for _ in range(2))
+    caches = [model.create_cache(*CAPACITIES), other.create_cache(*CAPACITIES)]
+    for cache in caches:
+        cache.add_sequence(0)
+    calls = (
+        lambda cache: model.prefill(cache, [0], [[1, 2]]),
+        lambda cache: model.decode(cache, [0], [1]),
+        lambda cache: model.logits(cache, [0], [[1, 2]]),
+        lambda cache: [*generate(model, ["A list is"], SamplingParams(max_tokens=2), cache=cache)],
+    )
+    for call in calls:
+        for wrong in (caches[1], whole.create_cache(*CAPACITIES)):
+            with pytest.raises(ValueError, match="must be one that this model has made"):
+                call(wrong)
+    assert [cache.first.sequence_length(0) for cache in caches] == [0, 0]
+    assert caches[1].sequence_ids() == [0]
+
+
 def test_nobody_waits_for_a_worker_that_fails(model_of, monkeypatch):
     model = model_of(**SPLITS["both"])
     cache = model.create_cache(*CAPACITIES)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..cache import KVCache
 from ..config import PrefixCacheConfig
-from ..models import DecoderModel
+from ..models import DecoderModel, ParallelModel
 from ..transfer import Channel
 from .batch import Batch
 from .decode import Decode
@@ -148,6 +148,8 @@ class Run:
         channel = settings.kv_transfer_channel
         if settings.cache is not None:
             cache = settings.cache
+            if isinstance(model, ParallelModel):
+                model.check_cache(cache)
             num_pages = _check_cache(cache, prompts, num_slots, budget)
         else:
             # A cache of hybrids has states for each sequence that may run.

@@ -267,7 +267,7 @@ class ParallelModel:
         Raises
         ------
         TypeError, ValueError, CacheFullError
-            As `DecoderModel.prefill`.
+            As `DecoderModel.prefill`; ValueError also if another model has made the cache.
         """
         return self._step(cache, "prefill", seq_ids, tokens)
 
@@ -296,10 +296,16 @@ class ParallelModel:
         return np.split(rows, np.cumsum([len(part) for part in tokens])[:-1])
 
     def _step(self, cache, name, seq_ids, tokens) -> np.ndarray:
+        self.check_cache(cache)
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
         shapes = (tvm_ffi.Shape(tuple(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
         return self._workers.step(cache.id, name, *shapes)[-1].numpy()
+
+    def check_cache(self, cache: object) -> None:
+        """Raise a ValueError if a cache was not made by this model, whose workers have others."""
+        if not (isinstance(cache, ParallelCache) and cache.belongs_to(self._workers)):
+            raise ValueError("the cache must be one that this model has made (create_cache)")
 
     # --- workers --------------------------------------------------------------------------------
 

@@ -29,6 +29,10 @@ class ParallelCache:
         self.id, self._workers = cache_id, workers
         weakref.finalize(self, _drop, workers, cache_id).atexit = False
 
+    def belongs_to(self, workers: Workers) -> bool:
+        """Return whether the caches are those of these workers."""
+        return self._workers is workers
+
     @property
     def first(self) -> KVCache:
         """The cache of worker 0, which is in this process, for inspection."""

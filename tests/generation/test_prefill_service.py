@@ -272,6 +272,29 @@ def test_a_client_that_does_not_answer(model, start):
     service.finish()
 
 
+def test_an_interrupt_of_the_client(model, start, monkeypatch):
+    """The sequences are as before, also the one that was complete."""
+    service = start()
+    receiver, wait = service.client._receiver, service.client._receiver.wait
+
+    def interrupted(ticket):
+        if ticket.seq_id == 1:
+            raise KeyboardInterrupt
+        return wait(ticket)
+
+    monkeypatch.setattr(receiver, "wait", interrupted)
+    for seq_id in range(3):
+        service.target.add_sequence(seq_id)
+    with pytest.raises(KeyboardInterrupt):
+        service.client.prefill([(seq_id, TOKENS) for seq_id in range(3)])
+    assert [service.target.sequence_length(seq_id) for seq_id in range(3)] == [0, 0, 0]
+    assert service.target.stats()["num_used_pages"] == 0
+    service.target.check_integrity()
+    service.client.close()
+    service.done.result(10.0)
+    service.check_nothing_is_held()
+
+
 def test_logits_that_are_none():
     from tvm_pagedkv.generation.disaggregated import _decode_logits
 

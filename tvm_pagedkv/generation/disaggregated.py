@@ -77,7 +77,7 @@ class RemotePrefill:
                 payload = {"tokens": [int(token) for token in tokens]}
                 tickets.append(self._receiver.request(seq_id, len(tokens), payload))
             return [_decode_logits(self._receiver.wait(ticket)) for ticket in tickets]
-        except Exception:
+        except BaseException:  # an interrupt as well
             for ticket, (seq_id, tokens) in zip(tickets, prompts, strict=False):
                 if ticket.is_done:
                     self._receiver.cache.pop_n(seq_id, len(tokens))

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
+from tvm_pagedkv.generation import SamplingParams, generate  # noqa: E402
 from tvm_pagedkv.generation.disaggregated import RemotePrefill, serve_prefill  # noqa: E402
 from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv.transfer import (
@@ -293,6 +294,31 @@ def test_an_interrupt_of_the_client(model, start, monkeypatch):
     service.client.close()
     service.done.result(10.0)
     service.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("fault", ["prompt", "settings", "cache", "nothing", "never begun"])
+def test_generate_closes_its_channel(model, fault):
+    """Whether it raises before the run, or its events are never asked for."""
+    here, there = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve_prefill, model, SharedMemoryChannel(there), timeout=20.0)
+        settings = {"kv_transfer_channel": SharedMemoryChannel(here)}
+        prompts = ["x"]
+        if fault == "prompt":
+            prompts = [[]]
+        elif fault == "settings":
+            settings["prefill_chunk_size"] = 0
+        elif fault == "cache":
+            settings["cache"] = model.create_cache(1, 64)
+        if fault in ("nothing", "never begun"):
+            events = generate(model, prompts, SamplingParams(max_tokens=2), **settings)
+            if fault == "nothing":
+                assert [*events]
+            del events
+        else:
+            with pytest.raises(ValueError):
+                generate(model, prompts, SamplingParams(max_tokens=2), **settings)
+        assert served.result(10.0) == (fault == "nothing")
 
 
 def test_logits_that_are_none():

@@ -9,6 +9,7 @@ token per step or by the accepted tokens of their drafts.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -67,8 +68,8 @@ def generate(
     on_peak_usage : callable, optional
         Called with the cache whenever more pages are in use than before.
     kv_transfer_channel : Channel, optional
-        A channel to `serve_prefill`, which computes the prompts. It is closed at the end. None: the
-        prompts are computed here.
+        A channel to `serve_prefill`, which computes the prompts. It is closed at the end, or by an
+        error. None: the prompts are computed here.
     prefix_cache : bool or PrefixCacheConfig
         Whether prompts reuse the pages of texts that begin with the same tokens, of this call and
         of earlier ones with the same `cache`. Texts with a `window` and prompts that come through a
@@ -101,10 +102,19 @@ def generate(
         prefix_cache,
         cache,
     )
-    encoded = [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)]
-    params = params or SamplingParams.for_model(model)
-    are_texts = [isinstance(prompt, str) for prompt in prompts]
-    return Run(model, encoded, params, settings, are_texts).events()
+    try:
+        ids = [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)]
+        params = params or SamplingParams.for_model(model)
+        are_texts = [isinstance(prompt, str) for prompt in prompts]
+        run = Run(model, ids, params, settings, are_texts)
+    except BaseException:
+        if kv_transfer_channel is not None:
+            kv_transfer_channel.close()
+        raise
+    events = run.events()
+    if run.remote is not None:
+        weakref.finalize(events, run.remote.close)  # also if nobody asks for an event
+    return events
 
 
 class Run:

@@ -76,7 +76,7 @@ def test_same_text(model, remote, kind):
 
 def test_prompts_that_the_other_end_refuses(model, remote):
     cache = model.create_cache(4, 256)
-    prefill = RemotePrefill(cache, remote("shared_memory"))
+    prefill = RemotePrefill(model, cache, remote("shared_memory"))
     for seq_id in range(3):
         cache.add_sequence(seq_id)
     with pytest.raises(TransferError, match=r"999999 is not in \[0"):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import struct
 import time
@@ -14,9 +16,17 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
 from tvm_pagedkv.generation import SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.generation.disaggregated import RemotePrefill, serve_prefill  # noqa: E402
+from tvm_pagedkv.generation.disaggregated import (  # noqa: E402
+    RemotePrefill,
+    _decode_logits,
+    _described,
+    serve_prefill,
+)
 from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv.models.included import TINY  # noqa: E402
 from tvm_pagedkv.transfer import (
     ChannelClosed,
     Sender,
@@ -45,7 +55,7 @@ class Service:
         self.pool = ThreadPoolExecutor(1)
         options = {"prefill_chunk_size": 16, "timeout": timeout} | options
         self.done = self.pool.submit(serve_prefill, model, SharedMemoryChannel(there), **options)
-        self.client = RemotePrefill(self.target, SharedMemoryChannel(self.socket), 10.0)
+        self.client = RemotePrefill(model, self.target, SharedMemoryChannel(self.socket), 10.0)
         self.channel = self.client._receiver.channel
         self.num_served = 0
 
@@ -322,11 +332,63 @@ def test_generate_closes_its_channel(model, fault):
 
 
 def test_logits_that_are_none():
-    from tvm_pagedkv.generation.disaggregated import _decode_logits
-
     for wrong in (None, 7, "###", "AAA=", ["AAAA"]):
         with pytest.raises(TransferError, match="did not send logits"):
-            _decode_logits(wrong)
+            _decode_logits(wrong, 258)
+    with pytest.raises(TransferError, match="sent 1 logits, expected 258"):
+        _decode_logits("AACAPw==", 258)
+
+
+def changed_copy(folder, change, **fields) -> DecoderModel:
+    """The small model with other weights, and other fields of its configuration."""
+    shutil.copytree(TINY, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(change(weights), folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return DecoderModel.from_pretrained(folder)
+
+
+def with_other_layer(weights):
+    name = "model.layers.0.self_attn.v_proj.weight"
+    return weights | {name: weights[name][::-1].copy()}
+
+
+def with_more_tokens(weights):
+    return {
+        name: np.concatenate([each, each[:6]]) if "embed" in name or "lm_head" in name else each
+        for name, each in weights.items()
+    }
+
+
+@pytest.mark.parametrize("difference", ["weights", "vocabulary", "precision"])
+def test_ends_with_different_models(model, tmp_path, difference):
+    """Both ends get the same error, before a prompt is sent."""
+    if difference == "weights":
+        other, text = changed_copy(tmp_path / "other", with_other_layer), "model.content_digest"
+    elif difference == "vocabulary":
+        size = model.config.vocab_size
+        other = changed_copy(tmp_path / "other", with_more_tokens, vocab_size=size + 6)
+        text = "model.content_digest"
+    else:
+        other, text = DecoderModel.from_pretrained(weights="int8"), "model.precision"
+    here, there = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve_prefill, other, SharedMemoryChannel(there), timeout=10.0)
+        message = f"the models of the two sides differ: {text} is"
+        with pytest.raises((ValueError, ChannelClosed), match=message):
+            generate(model, ["x"], kv_transfer_channel=SharedMemoryChannel(here))
+        with pytest.raises((ValueError, ChannelClosed), match=message):
+            served.result(20.0)
+
+
+def test_a_copy_of_the_model_is_the_same(model, tmp_path):
+    assert changed_copy(tmp_path / "copy", dict).content_digest != ""
+    shutil.copytree(TINY, tmp_path / "exact")
+    exact = DecoderModel.from_pretrained(tmp_path / "exact")
+    assert exact.content_digest == model.content_digest
+    budget = DecoderModel.from_pretrained(attention_budget=32)
+    assert _described(budget) == _described(exact) == _described(model)
 
 
 if __name__ == "__main__":

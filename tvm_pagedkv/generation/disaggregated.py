@@ -7,6 +7,7 @@ import base64
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class RemotePrefill:
 
     Parameters
     ----------
+    model : DecoderModel
+        The model that continues the prompts.
     cache : KVCache
     channel : Channel
     timeout : float
@@ -42,13 +45,16 @@ class RemotePrefill:
     Raises
     ------
     ValueError
-        If the layouts of the two caches differ.
+        If the models of the two ends differ, or the layouts of their caches.
     TransferError
         If the other end does not answer.
     """
 
-    def __init__(self, cache: KVCache, channel: Channel, timeout: float = 120.0) -> None:
-        self._receiver = Receiver(cache, channel, timeout)
+    def __init__(
+        self, model: DecoderModel, cache: KVCache, channel: Channel, timeout: float = 120.0
+    ) -> None:
+        self._vocab_size = model.config.vocab_size
+        self._receiver = Receiver(cache, channel, timeout, model=_described(model))
         self._receiver.connect()
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[np.ndarray]:
@@ -76,7 +82,8 @@ class RemotePrefill:
             for seq_id, tokens in prompts:
                 payload = {"tokens": [int(token) for token in tokens]}
                 tickets.append(self._receiver.request(seq_id, len(tokens), payload))
-            return [_decode_logits(self._receiver.wait(ticket)) for ticket in tickets]
+            results = [self._receiver.wait(ticket) for ticket in tickets]
+            return [_decode_logits(result, self._vocab_size) for result in results]
         except BaseException:  # an interrupt as well
             for ticket, (seq_id, tokens) in zip(tickets, prompts, strict=False):
                 if ticket.is_done:
@@ -128,12 +135,12 @@ def serve_prefill(
     TransferError
         If the other end does not say hello in time, or sends invalid messages.
     ValueError
-        If the layouts of the two caches differ.
+        If the models of the two ends differ, or the layouts of their caches.
     """
     cache = model.create_cache(4, max_total_tokens, prefill_chunk_size, enable_kv_transfer=True)
     num_served = 0
     try:
-        with Sender(cache, channel, timeout=timeout) as sender:
+        with Sender(cache, channel, timeout=timeout, model=_described(model)) as sender:
             sender.connect()
             for seq_id in itertools.count():
                 request = _next_request(sender)
@@ -141,6 +148,17 @@ def serve_prefill(
     except ChannelClosed:
         pass
     return num_served
+
+
+def _described(model: DecoderModel) -> dict[str, Any]:
+    """Return what must be the same at both ends, besides the layout of the caches."""
+    # The budget of decode steps does not change K and V of prompts.
+    options = replace(model.options, budgets=())
+    return {
+        "vocab_size": model.config.vocab_size,
+        "content_digest": model.content_digest,
+        "precision": options.precision,
+    }
 
 
 def _next_request(sender: Sender) -> Request:
@@ -201,8 +219,11 @@ def _encode_logits(logits: np.ndarray) -> str:
     return base64.b64encode(logits.astype("<f4").tobytes()).decode()
 
 
-def _decode_logits(text: Any) -> np.ndarray:
+def _decode_logits(text: Any, vocab_size: int) -> np.ndarray:
     try:
-        return np.frombuffer(base64.b64decode(text, validate=True), "<f4")
+        logits = np.frombuffer(base64.b64decode(text, validate=True), "<f4")
     except (TypeError, ValueError):
         raise TransferError("the other end did not send logits") from None
+    if len(logits) != vocab_size:
+        raise TransferError(f"the other end sent {len(logits)} logits, expected {vocab_size}")
+    return logits

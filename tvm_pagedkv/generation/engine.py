@@ -170,7 +170,7 @@ class Run:
             tiers: Any = {} if settings.tiers is None else {"prefix_cache": settings.tiers}
             cache = model.create_cache(*capacities, use_long_rope_factors=has_long_texts, **tiers)
         self.owns_cache, self.has_tiers = settings.cache is None, settings.tiers is not None
-        self.remote = RemotePrefill(cache, channel) if channel else None
+        self.remote = RemotePrefill(model, cache, channel) if channel else None
         self.batch = Batch(
             model,
             cache,

@@ -62,6 +62,8 @@ class Settings:
             )
         if self.tiers is not None and not isinstance(model, DecoderModel):
             raise ValueError("prefix_cache must not have tiers with several workers")
+        if self.kv_transfer_channel is not None and not isinstance(model, DecoderModel):
+            raise ValueError("kv_transfer_channel must be None with several workers")
         if self.max_total_tokens is not None and self.max_total_tokens < 1:
             raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}")
         if self.num_speculative_tokens < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,8 @@ class DecoderModel:
         None where the checkpoint has none.
     sampling : dict, optional
         The sampling parameters that the model's makers recommend.
+    source : ModelSource, optional
+        Where the weights come from.
     """
 
     def __init__(
@@ -70,10 +73,12 @@ class DecoderModel:
         tokenizer=None,
         chat_template=None,
         sampling=None,
+        source=None,
     ):
         self.config, self.options, self.tokenizer = config, options, tokenizer
         self.chat_template, self.sampling = chat_template, sampling or {}
         self.library, self.parameters = library, parameters
+        self._source = source
         self._caches = Caches(config, options)
         self._vm = relax.VirtualMachine(load_library(library, options.target), tvm.cpu())
         names = ("embed", "prefill", "decode")
@@ -168,7 +173,12 @@ class DecoderModel:
         template, sampling = source.chat_template(), source.sampling()
         parameters = load_parameters(config, options, tensors)
         library = executable_file(config, options, progress)
-        return cls(config, options, library, parameters, tokenizer, template, sampling)
+        return cls(config, options, library, parameters, tokenizer, template, sampling, source)
+
+    @cached_property
+    def content_digest(self) -> str:
+        """A name for the files of the model, which copies on other machines have as well."""
+        return "" if self._source is None else self._source.content_digest()
 
     @property
     def matrix_bytes(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, read_json
+from .content_digest import content_digest
 from .gguf import GgufModel
 from .hub import find_model
 from .included import NAMES, TINY
@@ -81,6 +82,9 @@ class ModelSource(Protocol):
     def fingerprint(self) -> str:
         """Return a name for the weights, to tell whether K and V of another process are theirs."""
 
+    def content_digest(self) -> str:
+        """Return a name for the weights that copies on other machines have as well."""
+
 
 class HuggingFaceModel:
     """A Hugging Face directory as the source of a model.
@@ -147,6 +151,10 @@ class HuggingFaceModel:
             info = file.stat()
             digest.update(f"{file.name} {info.st_size} {info.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+    def content_digest(self) -> str:
+        """Return a name for the weights that copies on other machines have as well."""
+        return content_digest([self.path / "config.json", *sorted(self.path.glob("*.safetensors"))])
 
 
 def _with_layout(config: DecoderConfig, stored: Sequence[str]) -> DecoderConfig:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..cache import KVCache
 from .channel import Channel, ChannelClosed, MessageError, TransferError, TransferTimeout
 from .clock import Deadline
-from .layout import check_layout, layout_of, num_slots_of
+from .layout import check_layout, check_model, layout_of, num_slots_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,7 +51,9 @@ class Endpoint(ABC):
 
     role = ""
 
-    def __init__(self, cache: KVCache, channel: Channel, timeout: float) -> None:
+    def __init__(
+        self, cache: KVCache, channel: Channel, timeout: float, model: dict[str, Any] | None = None
+    ) -> None:
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be a tvm_pagedkv.KVCache, got {type(cache).__name__}")
         if not isinstance(channel, Channel):
@@ -61,9 +63,9 @@ class Endpoint(ABC):
         self.cache, self.channel, self.timeout = cache, channel, float(timeout)
         self.is_connected = False
         self.error: Exception | None = None  # the connection has failed with it
-        self._layout = layout_of(cache)
+        self._layout, self._model = layout_of(cache), model
         hello: dict[str, Any] = {"type": "hello", "role": self.role, "layout": self._layout}
-        hello |= {"num_slots": num_slots_of(cache), "memory": self._memory()}
+        hello |= {"num_slots": num_slots_of(cache), "memory": self._memory(), "model": model}
         channel.send(hello)
 
     def connect(self, timeout: float | None = None) -> None:
@@ -77,7 +79,7 @@ class Endpoint(ABC):
         Raises
         ------
         ValueError
-            If the layouts of the two caches differ; the peer gets the same error.
+            If the layouts of the two caches differ, or the models; the peer gets the same error.
         TransferTimeout, ChannelClosed
             If the hello does not come in time, or the peer is gone.
         """
@@ -97,7 +99,7 @@ class Endpoint(ABC):
         Raises
         ------
         ValueError
-            If the layouts of the two caches differ.
+            If the layouts of the two caches differ, or the models.
         TransferError
             If the connection has failed, and with it all transfers.
         """
@@ -162,6 +164,7 @@ class Endpoint(ABC):
             if message.get("role") == self.role:
                 raise ValueError(f"both ends of the channel belong to a {self.role}")
             check_layout(self._layout, message.get("layout"))
+            check_model(self._model, message.get("model"))
             self._greet(message)
             self.is_connected = True
         elif kind == "goodbye":

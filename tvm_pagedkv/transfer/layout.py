@@ -99,6 +99,13 @@ def check_layout(ours: dict[str, Any], theirs: Any) -> None:
         raise ValueError(f"the layouts of the two caches differ: {found}")
 
 
+def check_model(ours: dict[str, Any] | None, theirs: Any) -> None:
+    """Raise a ValueError that names the first difference of two descriptions of models."""
+    found = _difference("model", ours, theirs)
+    if found:
+        raise ValueError(f"the models of the two sides differ: {found:.500}")
+
+
 def _difference(path: str, ours: Any, theirs: Any) -> str | None:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in sorted(ours.keys() | theirs.keys()):

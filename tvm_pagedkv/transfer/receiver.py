@@ -68,6 +68,8 @@ class Receiver(Endpoint):
     channel : Channel
     timeout : float
         Default time limit of calls, in seconds.
+    model : dict of JSON values, optional
+        What computes K and V. Both sides must give the same.
 
     Notes
     -----
@@ -77,14 +79,21 @@ class Receiver(Endpoint):
 
     role = "receiver"
 
-    def __init__(self, cache: KVCache, channel: Channel, timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        channel: Channel,
+        timeout: float = 30.0,
+        *,
+        model: dict[str, Any] | None = None,
+    ) -> None:
         self._tickets: dict[int, Ticket] = {}
         self._ids = itertools.count(1)
         self._their_slots: list[int] = []
         self._receives: set[int] = set()  # receives whose pages are reserved
         self._info, self._page_groups = cache.description, page_groups(cache)
         self._num_groups = len(cache.stats()["groups"])
-        super().__init__(cache, channel, timeout)
+        super().__init__(cache, channel, timeout, model)
         # For an object that is dropped without being closed.
         forget = weakref.finalize(self, _runtime.release_receives, cache, self._receives)
         forget.atexit = False  # the cache ends with the process

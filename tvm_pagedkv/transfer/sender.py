@@ -72,6 +72,8 @@ class Sender(Endpoint):
         with different numbers.
     timeout : float
         Default time limit of calls, in seconds.
+    model : dict of JSON values, optional
+        What computes K and V. Both sides must give the same.
 
     Notes
     -----
@@ -83,13 +85,19 @@ class Sender(Endpoint):
     role = "sender"
 
     def __init__(
-        self, cache: KVCache, channel: Channel, peer: int = 0, timeout: float = 30.0
+        self,
+        cache: KVCache,
+        channel: Channel,
+        peer: int = 0,
+        timeout: float = 30.0,
+        *,
+        model: dict[str, Any] | None = None,
     ) -> None:
         self.peer = peer
         self._requests: deque[Request] = deque()
         self._unproved: dict[int, _Claim] = {}  # by block
         self._sends: dict[int, Send] = {}
-        super().__init__(cache, channel, timeout)
+        super().__init__(cache, channel, timeout, model)
         self.poll()
 
     def poll(self, timeout: float = 0.0) -> bool:

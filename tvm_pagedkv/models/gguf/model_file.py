@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..chat import ChatTemplate
 from ..config import DecoderConfig
+from ..content_digest import content_digest
 from ..registry import config_from_fields, with_eos
 from ..sampling_defaults import sampling_defaults
 from .experts import NAMES
@@ -118,3 +119,7 @@ class GgufModel:
         digest = hashlib.sha256(f"{info.st_size} {info.st_mtime_ns}\n".encode())
         digest.update(repr(self._file.metadata).encode())
         return digest.hexdigest()
+
+    def content_digest(self) -> str:
+        """Return a name for the weights that copies on other machines have as well."""
+        return content_digest([self.path])

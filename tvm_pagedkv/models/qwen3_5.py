@@ -2,8 +2,7 @@
 """Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the others gated attention.
 
 Norms multiply by 1 + weight, but for those of the gated delta nets; a quarter of a head is rotated.
-Qwen3-Next and some Qwen3.5 have
-experts, and an expert with a gate that every token takes.
+Qwen3-Next and some Qwen3.5 have experts, and an expert with a gate that every token takes.
 """
 
 from __future__ import annotations

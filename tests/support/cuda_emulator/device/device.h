@@ -304,6 +304,12 @@ class Device : public tvm::runtime::DeviceAPI {
     Join(&host_clock_, stream->clock);
   }
 
+  static void Admit(const Operation& operation) {
+    for (auto [each, writes] : operation.touched) {
+      each->Protect(writes ? PROT_READ | PROT_WRITE : PROT_READ);
+    }
+  }
+
   // Runs what a stream has queued up to its operation `until`, and what that waits for.
   void Run(Stream* stream, uint64_t until) {
     while (stream->num_done < until) {
@@ -314,15 +320,16 @@ class Device : public tvm::runtime::DeviceAPI {
         Run(operation.source, operation.until);
         continue;
       }
-      for (auto [each, writes] : operation.touched) {
-        each->Protect(writes ? PROT_READ | PROT_WRITE : PROT_READ);
-      }
+      running_.push_back(&operation);
+      Admit(operation);
       try {
         operation.run();
       } catch (const std::exception& error) {
         if (fault_.empty()) fault_ = error.what();
       }
       for (auto [each, writes] : operation.touched) each->Protect(PROT_NONE);
+      running_.pop_back();
+      for (const Operation* outer : running_) Admit(*outer);
       if (operation.given_back != nullptr) Release(operation.given_back);
     }
   }
@@ -331,6 +338,8 @@ class Device : public tvm::runtime::DeviceAPI {
   std::vector<std::unique_ptr<Stream>> streams_;
   std::set<Stream*> spare_;    // that were freed
   std::set<Stream*> retired_;  // that were given up with work on them
+  // More than one where a kernel in Python frees memory, for which the host waits for all work.
+  std::vector<const Operation*> running_;
   std::string fault_;
   Clock host_clock_;  // what the host has waited for
 };

@@ -37,8 +37,8 @@ def advance_arrays() -> Callable:
     return library.load(translate(text, on_device=True)).get_function("advance_arrays")
 
 
-class Pair(PlainPair):
-    """A cache on the device beside the reference, which notes the arrays of its kernels.
+class Launches:
+    """What a cache has launched. It does not hold the cache, which ends with its test.
 
     Attributes
     ----------
@@ -49,21 +49,13 @@ class Pair(PlainPair):
         Whether the next launch of `advance_arrays` fails.
     """
 
-    def __init__(self, device, continues: bool, shares: bool = False, **fields):
-        self.continues, self.arrays = continues, []
+    def __init__(self):
+        self.arrays: list[tuple[str, list[np.ndarray]]] = []
         self.num_advances, self.fails = 0, False
-        numpy_kernels = {**KERNELS, "copy_pages": copy_pages}
-        kernels = device.kernels({n: self._noting(n, k) for n, k in numpy_kernels.items()})
-        if continues:
-            self.advance, kernels["advance_arrays"] = advance_arrays(), self._advance
-        fields = {"max_total_tokens": 1024, "page_size": PAGE_SIZE} | fields
-        cache = make_cache(kernels, device=device.device, **fields)
-        super().__init__(cache)
-        shuffle(cache, 3)
-        if shares:
-            share_every_prefix(cache)
 
-    def _noting(self, name: str, kernel: Callable) -> Callable:
+    def noting(self, name: str, kernel: Callable) -> Callable:
+        """Return a kernel whose launches are noted."""
+
         def noting(*args):
             given = [view(x) for x in args if getattr(x, "dtype", None) == "int32"]
             self.arrays.append((name, [x.copy() for x in given]))
@@ -71,12 +63,34 @@ class Pair(PlainPair):
 
         return noting
 
-    def _advance(self, *args) -> None:
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("not launched")
-        self.advance(*args)
-        self.num_advances += 1
+    def advancing(self, kernel: Callable) -> Callable:
+        """Return `advance_arrays`, counted, which fails when it is told to."""
+
+        def advance(*args):
+            if self.fails:
+                self.fails = False
+                raise RuntimeError("not launched")
+            kernel(*args)
+            self.num_advances += 1
+
+        return advance
+
+
+class Pair(PlainPair):
+    """A cache on the device, whose launches are noted, beside the reference."""
+
+    def __init__(self, device, continues: bool, shares: bool = False, **fields):
+        self.continues, self.launches = continues, Launches()
+        noted = {**KERNELS, "copy_pages": copy_pages}
+        kernels = device.kernels({n: self.launches.noting(n, k) for n, k in noted.items()})
+        if continues:
+            kernels["advance_arrays"] = self.launches.advancing(advance_arrays())
+        fields = {"max_total_tokens": 1024, "page_size": PAGE_SIZE} | fields
+        cache = make_cache(kernels, device=device.device, **fields)
+        super().__init__(cache)
+        shuffle(cache, 3)
+        if shares:
+            share_every_prefix(cache)
 
     def abort(self, seq_ids: list[int]) -> None:
         """Begin a step that is aborted when one layer has appended its rows."""
@@ -90,7 +104,7 @@ class Pair(PlainPair):
         lengths = [1] * len(seq_ids)
         self.step(seq_ids, lengths)
         if self.continues:
-            self.fails = True
+            self.launches.fails = True
             with pytest.raises(RuntimeError, match="not launched"):
                 self.cache.begin_forward(seq_ids, lengths)
             self.cache.check_integrity()
@@ -98,12 +112,13 @@ class Pair(PlainPair):
 
 def assert_same_arrays(continuing: Pair, planned: Pair) -> None:
     """Compare what the kernels of two caches got, and forget it."""
-    assert [name for name, _ in continuing.arrays] == [name for name, _ in planned.arrays]
-    for (name, actual), (_, expected) in zip(continuing.arrays, planned.arrays, strict=True):
-        for x, y in zip(actual, expected, strict=True):
+    found, expected = continuing.launches.arrays, planned.launches.arrays
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, actual), (_, wanted) in zip(found, expected, strict=True):
+        for x, y in zip(actual, wanted, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=name)
-    continuing.arrays.clear()
-    planned.arrays.clear()
+    found.clear()
+    expected.clear()
 
 
 class RandomBatch:
@@ -190,7 +205,7 @@ def test_arrays_and_results_are_those_of_new_plans(device, seed, shares):
     pairs = [Pair(device, continues, shares) for continues in (True, False)]
     batch = RandomBatch(pairs, np.random.default_rng(seed))
     batch.run(40)
-    assert pairs[0].num_advances > 40 and pairs[1].num_advances == 0
+    assert pairs[0].launches.num_advances > 40 and pairs[1].launches.num_advances == 0
     for pair in pairs:
         pair.check_rows()
     device.wait_for_all()
@@ -206,11 +221,11 @@ def test_a_step_copies_the_pages_that_begin(device):
     for _ in range(12):
         pair.step([0, 1], [16, 16])
     pair.step([0, 1], [1, 1])
-    copied, num_advances = pair.cache.stats()["aux_bytes_copied"], pair.num_advances
+    copied, num_advances = pair.cache.stats()["aux_bytes_copied"], pair.launches.num_advances
     for _ in range(8):
         pair.step([0, 1], [1, 1])
     stats = pair.cache.stats()
-    assert pair.num_advances == num_advances + 8
+    assert pair.launches.num_advances == num_advances + 8
     assert stats["aux_bytes_copied"] - copied <= 8 * (7 * 4 * 8 + 3 * 64)
 
 
@@ -224,7 +239,7 @@ def test_other_steps_copy_all_arrays(device, fields):
     pair.add(0, 1)
     for _ in range(6):
         pair.step([0, 1], [1, 1])
-    assert pair.num_advances == 0
+    assert pair.launches.num_advances == 0
 
 
 def test_groups_of_layers_have_page_tables_of_their_own(device):
@@ -239,7 +254,7 @@ def test_groups_of_layers_have_page_tables_of_their_own(device):
                 for layer in range(2):
                     pair.cache.attention(layer, rows[:1].repeat(length + 1, 0)).numpy()
     assert_same_arrays(*pairs)
-    assert pairs[0].num_advances == 10 and len(pairs[0].cache.stats()["groups"]) == 2
+    assert pairs[0].launches.num_advances == 10 and len(pairs[0].cache.stats()["groups"]) == 2
 
 
 def test_steps_on_other_streams(device):
@@ -254,7 +269,7 @@ def test_steps_on_other_streams(device):
                 with other_stream(device):
                     pair.step([0, 1], [1, 1])
     assert_same_arrays(*pairs)
-    assert pairs[0].num_advances == 8
+    assert pairs[0].launches.num_advances == 8
 
 
 def run_ahead(device, kinds: str, dropped: int) -> tuple[list[tuple[int, str]], bool]:
@@ -291,7 +306,7 @@ def run_ahead(device, kinds: str, dropped: int) -> tuple[list[tuple[int, str]], 
         return events, True
     finally:
         device.wait_for_all()
-    assert pair.num_advances == kinds.count("c")
+    assert pair.launches.num_advances == kinds.count("c")
     return events, False
 
 

@@ -6,6 +6,7 @@ The device is emulated; the kernels are in NumPy, launched on it.
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 
 import numpy as np
@@ -25,6 +26,13 @@ from ..support.python_kernels import KERNELS, LAYER, copy_pages, make_cache, sna
 from ..support.python_tree_kernels import KERNELS_WITH_TREES
 from ..support.transfer_cases import TransferPair, append, attend, pump
 from ..support.tree_cache_cases import TreePair
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(device):
+    """What earlier tests have left on the device is not freed within a test that counts."""
+    gc.collect()
+
 
 # --- what a step costs --------------------------------------------------------------------------
 

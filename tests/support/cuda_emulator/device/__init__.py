@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class EmulatedDevice:
     @contextmanager
     def counted(self) -> Iterator[Counter]:
         """Count the host's copies, events, allocations and waits within."""
+        gc.collect()  # or caches of earlier tests may be freed within
         before, calls = Counter(dict(self.counts().items())), Counter()
         yield calls
         calls.update(Counter(dict(self.counts().items())) - before)

@@ -310,25 +310,26 @@ def test_an_interrupt_of_the_client(model, start, monkeypatch):
 def test_generate_closes_its_channel(model, fault):
     """Whether it raises before the run, or its events are never asked for."""
     here, there = socket.socketpair()
+    settings = {"kv_transfer_channel": SharedMemoryChannel(here)}
+    if fault == "settings":
+        settings["prefill_chunk_size"] = 0
+    elif fault == "cache":
+        settings["cache"] = model.create_cache(1, 64)
+    prompts = [[]] if fault == "prompt" else ["x"]
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve_prefill, model, SharedMemoryChannel(there), timeout=20.0)
-        settings = {"kv_transfer_channel": SharedMemoryChannel(here)}
-        prompts = ["x"]
-        if fault == "prompt":
-            prompts = [[]]
-        elif fault == "settings":
-            settings["prefill_chunk_size"] = 0
-        elif fault == "cache":
-            settings["cache"] = model.create_cache(1, 64)
-        if fault in ("nothing", "never begun"):
-            events = generate(model, prompts, SamplingParams(max_tokens=2), **settings)
-            if fault == "nothing":
-                assert [*events]
-            del events
-        else:
-            with pytest.raises(ValueError):
-                generate(model, prompts, SamplingParams(max_tokens=2), **settings)
-        assert served.result(10.0) == (fault == "nothing")
+        try:
+            if fault in ("nothing", "never begun"):
+                events = generate(model, prompts, SamplingParams(max_tokens=2), **settings)
+                if fault == "nothing":
+                    assert [*events]
+                del events
+            else:
+                with pytest.raises(ValueError):
+                    generate(model, prompts, SamplingParams(max_tokens=2), **settings)
+            assert served.result(10.0) == (fault == "nothing")
+        finally:
+            settings["kv_transfer_channel"].close()  # so that a mistake does not wait for ever
 
 
 def test_logits_that_are_none():

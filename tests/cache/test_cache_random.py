@@ -68,7 +68,10 @@ WORLDS = {
     "int5_pair": {"layers": (0, 9), "has_windows": True, "codec": "int5,int4"},
     "int4_windows": {"layers": (0, 9), "has_windows": True, "codec": "int4"},
 }
-PARTS_OF_OTHERS = ("plain", "sliding", "mla", "sequence_windows", "int4", "int5", "int4_windows")
+PARTS_OF_OTHERS = (
+    *("plain", "sliding", "mla", "sequence_windows", "both_windows"),
+    *("int4", "int5", "int5_pair", "int4_windows"),
+)
 OPERATIONS = [
     Step(), TreeStep(), Commit(), Add(), Remove(), Clear(), Fork(), Pop(), Overwrite(), Mistake(),
     EnableWindow(), Export(), BeginImport(), ImportPages(), FinishImport(),

@@ -13,6 +13,7 @@ from tvm_pagedkv.models.packed import packed_matrix
 from tvm_pagedkv.models.weights import weights
 
 from ..support import tile_model
+from ..support.selections import with_slow
 
 pytestmark = pytest.mark.skipif(not tile_model.runs_here(), reason="no AVX-512 with bfloat16")
 # The name keeps what is compiled here apart from code for the CPU without tiles.
@@ -53,7 +54,7 @@ def _linear_dots(model: DecoderModel, num_tiles: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("kept", ["float", "int8"])
+@pytest.mark.parametrize("kept", with_slow(["float", "int8"], "int8"))
 def test_logits(amx, kept):
     """All linear layers are multiplied in tiles, and logits are off by what bfloat16 costs."""
     model = DecoderModel.from_pretrained(None, "bfloat16", target=TARGET, weights=kept)

@@ -16,7 +16,8 @@ from tvm_pagedkv.models.lfm2 import lfm2
 from tvm_pagedkv.models.mamba2 import mamba2
 from tvm_pagedkv.models.mixers import share_of
 from tvm_pagedkv.models.parallel import check_shards
-from tvm_pagedkv.models.qwen3_5 import qwen3_5, with_pictures
+from tvm_pagedkv.models.pictures import with_pictures
+from tvm_pagedkv.models.qwen3_5 import qwen3_5
 from tvm_pagedkv.models.work import Work
 
 SHAPE = {
@@ -50,7 +51,7 @@ def test_qwen_has_attention_in_every_fourth_layer():
 
 def test_qwen_with_pictures_has_its_fields_below():
     whole = {"text_config": SHAPE, "vision_config": {"depth": 1}, "tie_word_embeddings": True}
-    config = with_pictures(qwen3_5)(whole)
+    config = with_pictures(qwen3_5_text=qwen3_5)(whole)
     assert config.names.model == "model.language_model" and config.tied_embeddings
     assert config.layers == qwen3_5(SHAPE).layers
 
@@ -164,7 +165,7 @@ def test_kimi_linear_in_the_spelling_of_its_makers():
         (kimi_linear, {"linear_num_heads": 0}, "linear_num_heads must be a positive integer"),
         (qwen3_5, {"layer_types": ["conv"] * 6}, "layer_types must be of 'full_attention' and 'li"),
         (qwen3_5, {"linear_num_value_heads": 24}, r"num_heads \(24\) must be a multiple of recur"),
-        (with_pictures(qwen3_5), {}, "text_config must be an object, got None"),
+        (with_pictures(qwen3_5_text=qwen3_5), {}, "text_config must be an object, got None"),
         (lfm2, {"conv_L_cache": 1}, "conv.width must be between 2 and"),
         (lfm2, {"block_multiple_of": 0}, "block_multiple_of must be a positive integer, got 0"),
         (mamba2, {}, "128 heads of width 64 must be 128 together"),

@@ -28,7 +28,7 @@ TEST_CASE("states of random sequences are those of their tokens") {
   REQUIRE_GT(num_with_lost_states, 5);
 }
 
-TEST_CASE("states of a token tree take turns in few pages") {
+TEST_CASE("states of a token tree share a few pages") {
   struct Tree {
     std::vector<int64_t> parents;
     size_t num_pages;  // besides that of the sequence

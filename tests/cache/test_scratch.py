@@ -168,9 +168,12 @@ def test_it_is_freed_with_the_cache():
     assert allocated() < before + 2 * size
 
 
-def test_targets_other_than_cpus_are_refused():
+def test_mistakes():
     with pytest.raises(ValueError, match="CPU"):
         pkv.scratch_bytes(config_of("plain"), "cuda")
+    for number in (0, -1):
+        with pytest.raises(ValueError, match=f"num_threads must .*got {number}"):
+            pkv.scratch_bytes(config_of("plain"), num_threads=number)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,10 @@ def scratch_bytes(
     Raises
     ------
     ValueError
-        For a target other than a CPU.
+        For a target other than a CPU, or a number of threads that is not positive.
     """
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"num_threads must be positive, got {num_threads}")
     resolved = config.resolved()
     threads = num_threads or tvm_ffi.get_global_func("runtime.NumThreads")()
     most = {  # by the ends of the names of variables

@@ -44,6 +44,9 @@ class VectorTarget:
     has_word_dot : bool
         Whether ``vpmaddwd`` on 256-bit registers multiplies the codes of quantized pages and of
         quantized weights.
+    fetches_streams : bool
+        Whether the CPU itself fetches a long stream from memory as fast as it comes. Kernels that
+        read weights in order then ask for every other cache line, into the L2 cache only.
     tile : (rows, vectors) or None
         The sums of a register tile of prefill: rows of Q or of weights, by vectors of columns, with
         no more than a vector of 64 positions left. With None, the tile suits the number of
@@ -66,6 +69,7 @@ class VectorTarget:
     has_f16_convert: bool = True
     slow_bf16_dot: bool = False
     has_word_dot: bool = False
+    fetches_streams: bool = False
     tile: tuple[int, int] | None = None
 
     def __post_init__(self):

@@ -22,7 +22,7 @@ BEYOND = ["+avx512bf16", "+avx512vnni"]
 
 # CPU, its class, register tile, where bfloat16 is pairs: in decode, and in register tiles.
 CLASSES = [
-    ("znver4", "AVX-512", (8, 2), True, True),
+    ("znver4", "Zen 4", (8, 2), True, True),
     ("znver5", "AVX-512", (8, 2), True, True),
     ("x86-64-v4", "AVX-512", (8, 2), False, False),
     ("skylake-avx512", "Intel AVX-512", (6, 4), False, False),
@@ -66,6 +66,7 @@ def test_arm_has_a_class():
     "fields, name",
     [
         ({"mcpu": "x86-64-v4", "mattr": BEYOND, "model": "sapphirerapids"}, "Intel AVX-512"),
+        ({"mcpu": "x86-64-v4", "mattr": BEYOND, "model": "znver4"}, "Zen 4"),
         ({"mcpu": "x86-64-v4", "mattr": BEYOND, "model": "znver5"}, "AVX-512"),
         ({"mcpu": "x86-64-v4", "mattr": BEYOND, "model": "a-later-one"}, "AVX-512"),
         ({"mcpu": "x86-64-v4", "mattr": ["+amx-tile"]}, "Intel AVX-512"),
@@ -84,6 +85,7 @@ def test_the_model_names_the_cpu_where_a_level_does_not(fields, name):
     [
         ("sapphirerapids", "x86-64-v4", None),  # AMX says as much
         ("icelake-server", "x86-64-v4", "icelake-server"),
+        ("znver4", "x86-64-v4", "znver4"),
         ("znver5", "x86-64-v4", None),
         ("znver3", "x86-64-v3", None),
         ("haswell", "x86-64-v3", None),

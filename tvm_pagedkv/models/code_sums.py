@@ -11,6 +11,7 @@ import numpy as np
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.simd import (
+    CACHE_LINE_BYTES,
     F32,
     INTO_L1,
     INTO_L2,
@@ -29,8 +30,10 @@ from .packed_products import UNIT_ROWS, for_tiles
 from .row_codes import ROW_BYTES
 
 # Bytes of weights that are prefetched ahead, and into which cache. Codes of 8 bits leave less time
-# between two lines, so the L2 cache gets them first.
+# between two lines, so the L2 cache gets them first. A CPU that fetches streams itself is asked for
+# every other line, which takes it across the ends of pages: 1.03 to 1.05 times the rate of nothing.
 _PREFETCHES = {8: ((2048, INTO_L1), (8192, INTO_L2)), 4: ((4096, INTO_L1),)}
+_STREAM_PREFETCHES = ((8192, INTO_L2),)
 
 
 class CodeSums:
@@ -122,10 +125,14 @@ class CodeSums:
     def _for_parts(self, products, block, body: Callable) -> None:
         """Emit ``body(group)`` for the first group of each part, and prefetch weights."""
         _, num_groups, group_bytes = self.matrix.shape
-        part, prefetches = products.num_groups, _PREFETCHES[self.matrix.format.bits]
+        part, fetches_streams = products.num_groups, self.matrix.target.fetches_streams
+        prefetches = _PREFETCHES[self.matrix.format.bits]
+        if fetches_streams:
+            prefetches = _STREAM_PREFETCHES
+        starts = range(0, part * group_bytes, CACHE_LINE_BYTES * (1 + fetches_streams))
         with T.serial(T.int64(-(-num_groups // part))) as i:
             group = temp(i * part, 1, "int64")
-            for line, (ahead, cache) in product(range(0, part * group_bytes, 64), prefetches):
+            for line, (ahead, cache) in product(starts, prefetches):
                 at = group * group_bytes + line + ahead
                 prefetch(self.weight, (block, at // group_bytes, at % group_bytes), cache)
             body(group)

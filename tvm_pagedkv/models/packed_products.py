@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.bf16 import PairOperands
@@ -151,7 +150,8 @@ class PackedProducts:
         def steps(k):
             """`unroll` steps, whose weights were prefetched some iterations before."""
             if unroll > 1:
-                for u, line in np.ndindex(unroll, self.row_lines):
+                for i in range(0, LINES_PER_STEP, 1 + self.matrix.target.fetches_streams):
+                    u, line = divmod(i, self.row_lines)
                     ahead = k + u + LINES_AHEAD // self.row_lines
                     prefetch(self.weight, (block, ahead, line * self.per_line))
             for u in range(unroll):

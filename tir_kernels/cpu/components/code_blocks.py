@@ -214,6 +214,35 @@ class CodeScales:
 
         return prefetch_part
 
+    def prefetch_with(self, kv: KvBlocks, position, following) -> Callable:
+        """Ask for the scales of the block that comes next; return what asks for codes.
+
+        Parameters
+        ----------
+        kv : KvBlocks
+        position, following : int32 expression
+            The first of `positions` positions of this block, and of those in the next one.
+
+        Returns
+        -------
+        callable
+            ``(part, num_parts)``, as of `prefetcher`: for the codes of K that come next and soon,
+            and of V of these positions.
+        """
+        for plane in (K_PLANE, V_PLANE):
+            self.prefetch_scales(kv.following, following, self.positions, plane)
+        each = [
+            self.prefetcher(kv.following, following, K_PLANE),
+            self.prefetcher(kv.rows, position, V_PLANE),
+            self.prefetcher(kv.rows, position + self.positions, K_PLANE),
+        ]
+
+        def prefetch_part(part, num_parts: int) -> None:
+            for prefetch_own in each:
+                prefetch_own(part, num_parts)
+
+        return prefetch_part
+
     def hide(self, kv: KvBlocks) -> None:
         """Clear the scales of V of the positions that a row does not see."""
         for group in range(len(self.v_rows.groups)):

@@ -7,23 +7,19 @@ row's largest value. K's scales multiply the sums of products, group by group.
 
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ..byte_shuffles import INT32
 from ..simd import F32, broadcast, constant, load, store, temp, vector_type
 from ..two_bytes import TwoBytes
 from .code_blocks import KBlocks
-from .kv_blocks import KvBlocks
-from .row_products import RowProducts
+from .k_code_products import KCodeProducts
 
 DWORDS = 4  # of rows of K that are multiplied between prefetches
 
 
 @T.meta_class
-class CodeScores(RowProducts):
-    """As `RowProducts`, with scores from codes.
-
-    K that is rotated here is no longer its codes, so `RowProducts` multiplies it.
+class CodeScores(KCodeProducts):
+    """As `RowProducts`, with scores from the codes of K, as bytes.
 
     Attributes
     ----------
@@ -64,33 +60,12 @@ class CodeScores(RowProducts):
             self.q.set_rows(of_set, source)
 
     @inline
-    def multiply_q_k(self, kv: KvBlocks):
-        """``S = Q K^T`` for a block of positions."""
-        if self.rope.rotates_k:
-            RowProducts.multiply_q_k(self, kv)
-        else:
-            self._multiply_codes(kv)
-
-    @inline
     def _multiply_codes(self, kv):
         blocks = T.meta_var(self.blocks)
         for i in range((kv.count + self.blocks.positions - 1) // self.blocks.positions):
             position = kv.first + i * self.blocks.positions
             following = kv.following_first + i * self.blocks.positions
-            blocks.prefetch_scales(kv.following, following, self.blocks.positions, K_PLANE)
-            blocks.prefetch_scales(kv.following, following, self.blocks.positions, V_PLANE)
-            next_k = T.meta_var(blocks.prefetcher(kv.following, following, K_PLANE))
-            own_v = T.meta_var(blocks.prefetcher(kv.rows, position, V_PLANE))
-            soon_k = T.meta_var(
-                blocks.prefetcher(kv.rows, position + self.blocks.positions, K_PLANE)
-            )
-
-            @inline
-            def prefetch(part, num_parts):
-                next_k(part, num_parts)
-                own_v(part, num_parts)
-                soon_k(part, num_parts)
-
+            prefetch = T.meta_var(blocks.prefetch_with(kv, position, following))
             blocks.take_k(kv.rows, position)
             for block in range(self.blocking.row_blocks):
                 of_set = kv.local_head * self.blocking.row_blocks + block

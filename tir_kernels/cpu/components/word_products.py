@@ -8,7 +8,6 @@ low bytes of Q (`vpmaddubsw`): its sums fit 16 bits, so twice as many codes shar
 
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ...spec import KernelSpec
 from ..byte_pairs import BytePairs, VectorBytes
@@ -16,9 +15,9 @@ from ..simd import F32, broadcast, constant, load, shuffle, store, temp
 from ..words import INT32, LANES, RowWords, dot, integer
 from .code_blocks import CodeRows, CodeScales, KBlocks
 from .code_scores import CodeScores
-from .kv_blocks import BLOCK, KvBlocks
+from .k_code_products import KCodeProducts
+from .kv_blocks import BLOCK
 from .query_rows import QueryRows
-from .row_products import RowProducts
 from .word_values import CODES, POSITIONS, WORDS, WordValues
 
 
@@ -50,11 +49,8 @@ class PackedWordProducts(CodeScores, WordValues):
 
 
 @T.meta_class
-class WordProducts(WordValues):
-    """As `RowProducts`, for specs with `has_word_products` and K in 8 bits.
-
-    K that is rotated here is no longer its codes, so `RowProducts` multiplies it.
-    """
+class WordProducts(KCodeProducts, WordValues):
+    """As `RowProducts`, for specs with `has_word_products` and K in 8 bits."""
 
     def __init__(self, spec: KernelSpec, ops, rows: QueryRows):
         super().__init__(spec, ops, rows)
@@ -77,31 +73,17 @@ class WordProducts(WordValues):
         return [shuffle(both, range(n, 2 * LANES, 2)) for n in range(2)]
 
     @inline
-    def multiply_q_k(self, kv: KvBlocks):
-        """``S = Q K^T`` for a block of positions."""
-        if self.rope.rotates_k:
-            RowProducts.multiply_q_k(self, kv)
-        else:
-            self._multiply_codes(kv)
-
-    @inline
     def _multiply_codes(self, kv):
         scales, count = T.meta_var((self.scales, self.blocking.positions))
         num_steps = T.meta_var(POSITIONS // count)
         for i in range((kv.count + POSITIONS - 1) // POSITIONS):
             position = kv.first + i * POSITIONS
             following = kv.following_first + i * POSITIONS
-            scales.prefetch_scales(kv.following, following, POSITIONS, K_PLANE)
-            scales.prefetch_scales(kv.following, following, POSITIONS, V_PLANE)
-            next_k = T.meta_var(scales.prefetcher(kv.following, following, K_PLANE))
-            own_v = T.meta_var(scales.prefetcher(kv.rows, position, V_PLANE))
-            soon_k = T.meta_var(scales.prefetcher(kv.rows, position + POSITIONS, K_PLANE))
+            prefetch = T.meta_var(scales.prefetch_with(kv, position, following))
             tile = kv.rows.tile(position, POSITIONS)
             scales.take_scales(tile.k, scales.k_scales, 0)
             for step in range(num_steps):
-                next_k(step, num_steps)
-                own_v(step, num_steps)
-                soon_k(step, num_steps)
+                prefetch(step, num_steps)
                 for block in range(self.blocking.row_blocks):
                     self._score_codes(kv, tile, block, step * count, i * POSITIONS)
         for block in range(self.blocking.row_blocks):

@@ -166,8 +166,8 @@ def test_tokenizers_that_cut_and_pad(tmp_path):
     text = "def f(x):\n    return x + 1\n"
     found, expected = (open_model(each).tokenizer().encode(text).ids for each in (folder, TINY))
     assert found == expected and len(found) > 8
-    (folder / "tokenizer.json").rename(folder / "tiktoken.model")
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json, and its tiktoken.model is not"):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json"):
         open_model(folder).tokenizer()
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from . import tiktoken
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, read_json
@@ -92,7 +93,7 @@ class HuggingFaceModel:
     Parameters
     ----------
     path : path
-        A folder with config.json, ``*.safetensors`` and tokenizer.json.
+        A folder with config.json, ``*.safetensors`` and tokenizer.json, or Kimi's tiktoken.model.
     """
 
     def __init__(self, path: str | Path):
@@ -116,10 +117,10 @@ class HuggingFaceModel:
         from tokenizers import Tokenizer
 
         file = self.path / "tokenizer.json"
+        if not file.is_file() and (self.path / tiktoken.FILE).is_file():
+            return tiktoken.tiktoken_tokenizer(self.path)
         if not file.is_file():
-            other = "tiktoken.model"  # of Kimi
-            hint = f", and its {other} is not read" if (self.path / other).is_file() else ""
-            raise FileNotFoundError(f"{self.path} has no tokenizer.json{hint}")
+            raise FileNotFoundError(f"{self.path} has no tokenizer.json")
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
@@ -141,11 +142,12 @@ class HuggingFaceModel:
     def fingerprint(self) -> str:
         """Return a name for the weights.
 
-        It depends on the content of config.json and tokenizer.json, and on the names, sizes and
+        It depends on the content of config.json and the tokenizer, and on the names, sizes and
         modification times of the weights, which are too large to be read for this.
         """
         digest = hashlib.sha256()
-        for name in ("config.json", "tokenizer.json"):
+        has_json = (self.path / "tokenizer.json").is_file()
+        for name in ("config.json", "tokenizer.json" if has_json else tiktoken.FILE):
             digest.update((self.path / name).read_bytes() + b"\0")
         for file in sorted(self.path.glob("*.safetensors*")):
             info = file.stat()

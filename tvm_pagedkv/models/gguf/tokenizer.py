@@ -31,7 +31,7 @@ _ASCII_SIGNS = "!-/:-@\\[-`{-~"
 
 # tokenizer.ggml.pre -> the expressions that split a text before BPE, one after another; None:
 # GPT-2's own.
-_SPLITS: dict[str, str | tuple[str, ...] | None] = {
+SPLITS: dict[str, str | tuple[str, ...] | None] = {
     "default": None,
     "gpt-2": None,
     "smollm": None,
@@ -174,9 +174,9 @@ def _byte_level(metadata: Metadata, tokens: list[str]) -> tuple[Tokenizer, bool]
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre", str, "default")
-    if name not in _SPLITS:
+    if name not in SPLITS:
         raise ValueError(
-            f"tokenizer.ggml.pre {name!r} is not supported; expected one of {', '.join(_SPLITS)}"
+            f"tokenizer.ggml.pre {name!r} is not supported; expected one of {', '.join(SPLITS)}"
         )
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", list)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -185,7 +185,7 @@ def _byte_level(metadata: Metadata, tokens: list[str]) -> tuple[Tokenizer, bool]
     steps: list[Any] = []
     if name in _SPLITS_DIGITS:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    split = _SPLITS[name]
+    split = SPLITS[name]
     for each in () if split is None else (split,) if isinstance(split, str) else split:
         steps.append(pre_tokenizers.Split(Regex(each), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
@@ -221,7 +221,7 @@ def _sentence_piece(
             raise ValueError(
                 f"tokenizer.ggml.scores has {len(scores)} values, expected {len(tokens)}"
             )
-        merges = _merges(vocabulary, scores)
+        merges = merges_of(vocabulary, scores)
     unknown = next((t for t, each in zip(tokens, types, strict=True) if each == _UNKNOWN), None)
     bpe = models.BPE(
         vocab=vocabulary,
@@ -241,7 +241,7 @@ def _sentence_piece(
     return tokenizer, True
 
 
-def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def merges_of(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that make a token, those with the highest score first."""
     found = []
     for token, index in vocabulary.items():

@@ -159,7 +159,7 @@ class Attention(nn.Module):
         kernel = kernels.scale_queries(
             self.num_heads * self.head_dim,
             self.num_rows * self.head_dim,
-            (self.query_scale.floor, self.query_scale.factor),
+            self.query_scale,
             self.options.dtype,
             self.options.vector,
         )

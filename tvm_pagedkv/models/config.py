@@ -96,7 +96,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class QueryScale:
-    """A factor on Q by the position: ``1 + factor * log(1 + (position + 1) // floor)``.
+    """A factor on Q by the position: ``1 + factor * log(1 + (position + offset) // floor)``.
 
     Parameters
     ----------
@@ -104,11 +104,14 @@ class QueryScale:
     factor : float
     layers : tuple of int
         The layers that have it.
+    offset : int
+        What the first position counts as.
     """
 
     floor: int
     factor: float
     layers: tuple[int, ...]
+    offset: int = 0
 
 
 @dataclass(frozen=True)

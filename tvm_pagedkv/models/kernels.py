@@ -23,6 +23,7 @@ from tir_kernels.cpu.simd import (
 )
 from tir_kernels.spec import LOG2E, VectorTarget
 
+from .config import QueryScale
 from .emit import built_once, parallel_if, rows_kernel
 
 PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads
@@ -322,25 +323,24 @@ def multiply(activation: str, features: int, dtype: str, target: VectorTarget) -
 
 
 def scale_queries(
-    q_width: int, features: int, scale: tuple[int, float], dtype: str, target: VectorTarget
+    q_width: int, features: int, scale: QueryScale, dtype: str, target: VectorTarget
 ) -> tirx.PrimFunc:
-    """``x * (1 + factor * log(1 + (position + 1) // floor))`` for the columns of Q of fused rows.
+    """Multiply the columns of Q of fused rows by a factor that grows with the position.
 
     Parameters
     ----------
     q_width, features : int
         Columns of Q, and of Q, K and V. Those of K and V are copied.
-    scale : (int, float)
-        `floor` and `factor`.
+    scale : QueryScale
 
     Arguments of the kernel: x [n, features], positions int32 [n], out like x.
     """
-    lanes, (floor, factor) = math.gcd(features - q_width, q_width, target.lanes), scale
+    lanes = math.gcd(features - q_width, q_width, target.lanes)
 
     def body(n, x, positions, out):
         def row(i):
-            steps = T.cast((positions[i] + 1) // floor + 1, "float32")
-            share = temp(T.log(steps) * T.float32(factor) + T.float32(1.0))
+            steps = T.cast((positions[i] + scale.offset) // scale.floor + 1, "float32")
+            share = temp(T.log(steps) * T.float32(scale.factor) + T.float32(1.0))
             with T.serial(T.int64(features // lanes)) as j:
                 at = [i, j * lanes]
                 by = T.if_then_else(j * lanes < q_width, share, T.float32(1.0))

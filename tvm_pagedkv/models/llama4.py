@@ -40,6 +40,7 @@ def llama4(fields: Mapping[str, Any]) -> DecoderConfig:
         read.positive(fields, "floor_scale", 8192),
         read.positive_number(fields, "attn_scale", 0.1) or 0.1,
         plain,
+        offset=1,
     )
     bias = read.flag(fields, "attention_bias")
     return DecoderConfig(

@@ -121,8 +121,7 @@ def test_phi3_of_older_files(name):
     assert rope.rotary_dim == 8 and rope.scaling_dict["factor"] == 4.0
     if name == "longrope":
         new = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
-        new |= {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 1024}
-        assert config_of("Phi3ForCausalLM", rope_parameters=new) == old
+        assert config_of("Phi3ForCausalLM", **fields, rope_parameters=new) == old
 
 
 def test_qwen_has_windows_only_where_they_are_on():
@@ -270,7 +269,7 @@ def test_architectures(fields, message):
         ("Qwen2ForCausalLM", {"use_sliding_window": 1}, "use_sliding_window must be true or fal"),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 4,
                               "max_window_layers": "6"}, "max_window_layers must be an integer"),
-        ("Gemma2ForCausalLM", {}, "sliding_window must be a positive integer, got None"),
+        ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_window must be a positive int"),
         ("Gemma2ForCausalLM", {"sliding_window": 4, "layer_types": ["full_attention"]},
          r"layer_types must list 6 layers, got \['full_attention'\]"),
         ("Gemma2ForCausalLM", {"sliding_window": 4, "layer_types": ["chunked"] * 6},

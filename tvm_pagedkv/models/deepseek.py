@@ -16,6 +16,17 @@ from .config import DecoderConfig
 from .expert_config import ExpertNames, Experts, first_dense_layers, num_experts
 from .latent_config import Latent
 
+V3_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 
 def deepseek_v2(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of DeepSeek V2 and V2-Lite."""
@@ -31,6 +42,11 @@ def deepseek_v2(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def deepseek_v3(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of DeepSeek V3 and R1, and of Kimi K2."""
+    return with_corrected_choice({**V3_DEFAULTS, **fields})
+
+
+def with_corrected_choice(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of a model whose experts are chosen by sigmoids and a correction of them."""
     normalizes = read.flag(fields, "norm_topk_prob", True)
     how = {"normalizes": normalizes, "has_correction": True, **_groups(fields)}
     experts = _experts(fields, "sigmoid", 3, **how)
@@ -39,23 +55,22 @@ def deepseek_v3(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def glm4_moe_lite(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of GLM-4.7-Flash."""
-    return deepseek_v3({"first_k_dense_replace": 1, **with_dense_layers(fields)})
+    defaults = {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8}
+    return with_corrected_choice({**defaults, **with_dense_layers(fields)})
 
 
 def mistral4(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of the text models of Mistral 4, whose Q grows with the position."""
     if read.positive(fields, "n_group", 1) != 1:
         raise ValueError(f"n_group must be 1 in Mistral 4, got {fields['n_group']}")
-    rope = read.rope_fields(fields)
+    rope = read.rope_fields(fields) or dict(_MISTRAL4_ROPE)
     # The share of a head before absorption; of what is rotated it would be all.
     rope.pop("partial_rotary_factor", None)
-    growth, factor = None, read.positive_number(rope, "llama_4_scaling_beta", None)
-    if factor is not None:
-        growth = factor, read.positive(rope, "original_max_position_embeddings")
+    growth = read.query_growth(fields, rope)
     normalizes = read.flag(fields, "norm_topk_prob", True)
     names = ExpertNames(fused_gate_up="gate_up_proj", is_stacked=True)
     experts = _experts(fields, "softmax", 0, normalizes=normalizes, names=names)
-    fields = {**fields, "rope_parameters": rope}
+    fields = {**fields, "rope_parameters": rope, "rope_scaling": None}
     return _decoder(fields, experts, read.flag(fields, "rope_interleave", True), growth)
 
 
@@ -85,10 +100,9 @@ def _experts(fields: Mapping[str, Any], scores: str, num_dense: int, **how: Any)
 
 
 def _groups(fields: Mapping[str, Any]) -> dict[str, int]:
-    num_groups = read.positive(fields, "n_group", 1)
     return {
-        "num_groups": num_groups,
-        "num_chosen_groups": read.positive(fields, "topk_group", num_groups),
+        "num_groups": read.positive(fields, "n_group", 1),
+        "num_chosen_groups": read.positive(fields, "topk_group", 1),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import fields as read
 from .config import DecoderConfig
-from .deepseek import deepseek_v3, with_dense_layers
+from .deepseek import V3_DEFAULTS, with_corrected_choice, with_dense_layers
 from .index_config import IndexConfig
 
 _CHOOSES, _SHARES = "full", "shared"  # indexer_types; "F" and "S" in index_topk_pattern
@@ -22,6 +22,7 @@ _CHOOSES, _SHARES = "full", "shared"  # indexer_types; "F" and "S" in index_topk
 def deepseek_v32(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of DeepSeek V3.2."""
     num_layers = read.positive(fields, "num_hidden_layers")
+    fields = {**V3_DEFAULTS, **fields}
     return _with_indexer(fields, range(num_layers), num_heads=64, is_interleaved=False)
 
 
@@ -29,6 +30,7 @@ def glm_moe_dsa(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of GLM-5."""
     kinds = _indexer_kinds(fields)
     choosing = [index for index, kind in enumerate(kinds) if kind == _CHOOSES]
+    fields = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, **fields}
     return _with_indexer(fields, choosing, num_heads=32, is_interleaved=True)
 
 
@@ -56,7 +58,11 @@ def _indexer_kinds(fields: Mapping[str, Any]) -> list[str]:
 def _with_indexer(
     fields: Mapping[str, Any], choosing, *, num_heads: int, is_interleaved: bool
 ) -> DecoderConfig:
-    config = deepseek_v3(with_dense_layers(fields))
+    fields = {"first_k_dense_replace": 3, **with_dense_layers(fields)}
+    for name, only in (("rope_interleave", True), ("indexer_rope_interleave", is_interleaved)):
+        if read.flag(fields, name, only) != only:
+            raise ValueError(f"{name} must be {str(only).lower()} in models of this kind")
+    config = with_corrected_choice(fields)
     shape = config.latent
     assert shape is not None
     if shape.q_rank is None:

@@ -14,6 +14,7 @@ from ..config import ROPE_TYPES, LayerSpec, RopeConfig
 
 # What transformers calls the two kinds of layers.
 FULL, SLIDING = "full_attention", "sliding_attention"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -102,6 +103,8 @@ def silu(fields: Mapping[str, Any]) -> str:
 
 def shape(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The dimensions of a dense decoder, and what else is spelled alike in all families."""
+    if fields.get("per_layer_config"):
+        raise ValueError("per_layer_config is supported in Gemma 4 only")
     hidden_size = positive(fields, "hidden_size")
     num_heads = positive(fields, "num_attention_heads")
     return {
@@ -153,14 +156,20 @@ def layer_kinds(
 
 
 def layers(
-    fields: Mapping[str, Any], kinds: Sequence[str], states: Mapping[str, LayerSpec] | None = None
+    fields: Mapping[str, Any],
+    kinds: Sequence[str],
+    states: Mapping[str, LayerSpec] | None = None,
+    partial: float | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """One `LayerSpec` for each of `kinds`, with its window and its rotation, or one of `states`."""
+    """One `LayerSpec` for each of `kinds`, with its window and its rotation, or one of `states`.
+
+    `partial` is as for `rope`.
+    """
     specs = dict(states or {})
     for kind in dict.fromkeys(kinds):
         if kind in specs:
             continue
-        rotation = rope(fields, kind)
+        rotation = rope(fields, kind, partial)
         if kind == SLIDING:
             window = positive(fields, "sliding_window")
             specs[kind] = LayerSpec("mha_sliding", window, rope=rotation)
@@ -185,17 +194,29 @@ def rope_fields(fields: Mapping[str, Any], kind: str = FULL) -> dict[str, Any]:
     """What the file says about the rotation of the layers of a kind.
 
     Newer files say it all in ``rope_parameters``, for each kind of layer where these differ; older
-    ones in ``rope_scaling`` and other fields.
+    ones in ``rope_scaling`` and other fields. With both, ``rope_scaling`` counts.
     """
-    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    name, found = _rope_object(fields)
+    if _is_nested(found):
+        own = found.get(kind)
+        if not isinstance(own, Mapping):
+            raise ValueError(f"{name} has no object for the layers of kind {kind!r}")
+        found = own
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _rope_object(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The field that describes the rotation, and its name."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     found = fields.get(name) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"{name} must be an object, got {found!r}")
-    if any(isinstance(value, Mapping) for value in found.values()):
-        found = found.get(kind)
-        if not isinstance(found, Mapping):
-            raise ValueError(f"{name} has no object for the layers of kind {kind!r}")
-    return {name: value for name, value in found.items() if value is not None}
+    return name, found
+
+
+def _is_nested(found: Mapping[str, Any]) -> bool:
+    """Whether a description has an object for each kind of layer."""
+    return any(isinstance(value, Mapping) for value in found.values())
 
 
 def with_rotations(
@@ -206,26 +227,32 @@ def with_rotations(
     Older files have at most a base for each kind, `full` and `sliding`, and a scaling that is for
     layers without a window alone.
     """
-    given = fields.get("rope_parameters") or {}
+    _, given = _rope_object({"rope_parameters": fields.get("rope_parameters")})
+    if given and not _is_nested(given):
+        raise ValueError(f"rope_parameters must have an object for {FULL} and {SLIDING}")
+    scaling = rope_fields({"rope_scaling": fields.get("rope_scaling")})
     rotations = {
-        FULL: {"rope_theta": full, **rope_fields(fields, FULL)},
-        SLIDING: {"rope_theta": sliding},
+        FULL: {"rope_theta": full, **(given.get(FULL) or {}), **scaling},
+        SLIDING: {"rope_theta": sliding, **(given.get(SLIDING) or {})},
     }
-    if SLIDING in given:
-        rotations[SLIDING] |= rope_fields(fields, SLIDING)
-    return {**fields, "rope_parameters": rotations}
+    return {**fields, "rope_parameters": rotations, "rope_scaling": None}
 
 
-def rope(fields: Mapping[str, Any], kind: str) -> RopeConfig:
-    """The rotation of the layers of a kind."""
+def rope(fields: Mapping[str, Any], kind: str, partial: float | None = None) -> RopeConfig:
+    """The rotation of the layers of a kind.
+
+    `partial` is the share of a head that a family rotates by default. None: it always rotates whole
+    heads, and a ``partial_rotary_factor``, which transformers ignores, is refused.
+    """
     scaling = rope_fields(fields, kind)
     theta = scaling.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
     rope_type = rope_type_of(scaling)
-    partial: float | None = 1.0
-    if rope_type != "proportional":  # there it is the share of frequencies that turn
-        partial = scaling.pop("partial_rotary_factor", None)
-        if partial is None:
-            partial = positive_number(fields, "partial_rotary_factor", 1.0)
+    share = positive_number({**fields, **scaling}, "partial_rotary_factor", partial or 1.0)
+    scaling.pop("partial_rotary_factor", None)
+    if rope_type == "proportional":  # there it is the share of frequencies that turn
+        scaling["partial_rotary_factor"], share = share, 1.0
+    elif partial is None and share != 1:
+        raise ValueError(f"partial_rotary_factor must be 1 in models of this kind, got {share}")
     scaling.pop("rope_type", None), scaling.pop("type", None)
     if rope_type == "dynamic":  # within `max_position_embeddings`, which `longest_text` enforces
         rope_type, scaling = "default", {}
@@ -233,16 +260,15 @@ def rope(fields: Mapping[str, Any], kind: str) -> RopeConfig:
         raise ValueError(
             f"rope type {rope_type!r} is not supported; expected {', '.join(ROPE_TYPES)} or dynamic"
         )
-    if rope_type in ("yarn", "longrope"):
-        length = positive(fields, "max_position_embeddings", 2048)
-        original = positive(fields, "original_max_position_embeddings", length)
-        original = scaling.setdefault("original_max_position_embeddings", original)
-        if rope_type == "longrope":
+    if rope_type in ("llama3", "yarn", "longrope"):
+        original = scaling[_ORIGINAL] = _original_length(fields, scaling)
+        if rope_type != "llama3":
+            length = positive(fields, "max_position_embeddings", 2048)
             scaling.setdefault("factor", length / original)
     dims = shape(fields)
     return RopeConfig(
         theta=float(theta),
-        rotary_dim=int(dims["head_dim"] * partial),
+        rotary_dim=int(dims["head_dim"] * share),
         scaling={"rope_type": rope_type, **scaling},
     )
 
@@ -251,6 +277,25 @@ def rope_type_of(scaling: Mapping[str, Any]) -> str:
     """The ``rope_type``, which older files call ``type``; "su" is an early name of longrope."""
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     return "longrope" if rope_type == "su" else rope_type
+
+
+def _original_length(fields: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+    """Length of the texts before the rotation was scaled.
+
+    A field beside the description of the rotation precedes one within it, as in Phi-3.
+    """
+    original = positive(scaling, _ORIGINAL, positive(fields, "max_position_embeddings", 2048))
+    _, rope_object = _rope_object(fields)
+    return original if _is_nested(rope_object) else positive(fields, _ORIGINAL, original)
+
+
+def query_growth(fields: Mapping[str, Any], scaling: Mapping[str, Any]) -> tuple[float, int] | None:
+    """Factor and length of Q's growth, ``1 + factor * log(1 + position // length)``, if it grows.
+
+    Models of Mistral have both in the object that describes the rotation.
+    """
+    factor = positive_number(scaling, "llama_4_scaling_beta", None)
+    return None if factor is None else (factor, _original_length(fields, scaling))
 
 
 def longest_text(fields: Mapping[str, Any]) -> int | None:

@@ -36,15 +36,18 @@ _GEMMA3 = {
 def gemma2(fields: Mapping[str, Any]) -> DecoderConfig:
     """Gemma 2; its soft-caps are on unless the file says null."""
     soft_caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    fields = {**soft_caps, "head_dim": 256, **fields}
+    fields = {**soft_caps, "head_dim": 256, "sliding_window": 4096, **fields}
     num_layers = read.positive(fields, "num_hidden_layers")
     default = [read.FULL if i % 2 else read.SLIDING for i in range(num_layers)]
     return _decoder(fields, read.layers(fields, read.layer_kinds(fields, default)))
 
 
 def gemma3(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The text model of Gemma 3; published files leave out what is the default."""
-    fields = {**_GEMMA3, **fields}
+    """The text model of Gemma 3; published files leave out what is the default.
+
+    Its attention has no soft-cap, though files have the field for one.
+    """
+    fields = {**_GEMMA3, **fields, "attn_logit_softcapping": None}
     num_layers = read.positive(fields, "num_hidden_layers")
     pattern = read.positive(fields, "sliding_window_pattern", 6)
     default = [read.SLIDING if (i + 1) % pattern else read.FULL for i in range(num_layers)]

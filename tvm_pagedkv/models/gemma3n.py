@@ -89,6 +89,7 @@ def gemma4(fields: Mapping[str, Any]) -> DecoderConfig:
         _layer(fields, kind, _heads(fields, kind, index, shares_projection))
         for index, kind in enumerate(kinds)
     )
+    fields["per_layer_config"] = None
     config = _decoder(fields, layers, kinds, layer_scale=True, experts=_experts(fields))
     if read.flag(fields, "use_double_wide_mlp"):
         width = 2 * config.intermediate_size
@@ -139,7 +140,8 @@ def _heads(
 
 def _layer(fields: Mapping[str, Any], kind: str, heads: tuple[int, int]) -> LayerSpec:
     num_kv_heads, head_dim = heads
-    (layer,) = read.layers({**fields, "head_dim": head_dim}, [kind])
+    own = {"head_dim": head_dim, "per_layer_config": None}
+    (layer,) = read.layers({**fields, **own}, [kind])
     return replace(layer, num_kv_heads=num_kv_heads, qk_head_dim=head_dim, v_head_dim=head_dim)
 
 

@@ -17,7 +17,7 @@ from .expert_config import Experts, first_dense_layers, num_experts
 
 def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of GLM-4.5, 4.6 and 4.7, and of their Air models."""
-    fields = {"head_dim": 128, "partial_rotary_factor": 0.5, **fields}
+    fields = {"rms_norm_eps": 1e-5, **fields}
     num_layers = read.positive(fields, "num_hidden_layers")
     width = read.positive(fields, "moe_intermediate_size", 1408)
     experts = Experts(
@@ -35,7 +35,7 @@ def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
     )
     return DecoderConfig(
         **read.shape(fields),
-        layers=read.layers(fields, [read.FULL] * num_layers),
+        layers=read.layers(fields, [read.FULL] * num_layers, partial=0.5),
         qk_norm="head" if read.flag(fields, "use_qk_norm") else None,
         qkv_bias=read.flag(fields, "attention_bias"),
         activation=read.silu(fields),

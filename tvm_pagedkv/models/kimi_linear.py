@@ -14,7 +14,7 @@ from typing import Any
 from ..config import ConvConfig, LayerSpec, RecurrentConfig, RopeConfig
 from . import fields as read
 from .config import DecoderConfig, TensorNames
-from .deepseek import deepseek_v3
+from .deepseek import with_corrected_choice
 from .expert_config import ExpertNames, first_dense_layers
 
 _LINEAR = "linear_attention"
@@ -50,7 +50,7 @@ def kimi_linear(fields: Mapping[str, Any]) -> DecoderConfig:
     fields = {**defaults, **renamed, **named}
     num_layers = read.positive(fields, "num_hidden_layers", 27)
     fields |= {"num_hidden_layers": num_layers, "first_k_dense_replace": 0}
-    config = deepseek_v3({**fields, "rope_parameters": None, "rope_scaling": None})
+    config = with_corrected_choice({**fields, "rope_parameters": None, "rope_scaling": None})
     assert config.latent is not None and config.experts is not None
     layers = {
         _LINEAR: _delta_net(fields),

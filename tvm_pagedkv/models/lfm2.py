@@ -26,7 +26,8 @@ _NAMES = TensorNames(
 
 def lfm2(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of the dense LFM2."""
-    fields = {"rope_theta": 1e6, "rms_norm_eps": fields.get("norm_eps") or 1e-5, **fields}
+    epsilon = read.positive_number(fields, "norm_eps", 1e-5)
+    fields = {"rope_theta": 1e6, **fields, "rms_norm_eps": epsilon}
     num_layers = read.positive(fields, "num_hidden_layers")
     attends = fields.get("full_attn_idxs")
     attends = range(num_layers) if attends is None else attends

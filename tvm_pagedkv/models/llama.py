@@ -12,22 +12,22 @@ from .expert_config import ExpertNames, Experts, num_experts
 
 
 def llama(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Read the fields of Llama 1 to 3 and of models with its architecture (TinyLlama, Yi, ...)."""
-    if fields.get("sliding_window") is not None:
-        window = read.positive(fields, "sliding_window")
-        raise ValueError(
-            f"sliding_window {window} is supported in MistralForCausalLM only, not in Llama"
-        )
+    """Read the fields of Llama 1 to 3 and of models with its architecture (TinyLlama, Yi, ...).
+
+    Some converters write a ``sliding_window``, which models of this architecture do not have.
+    """
     return _decoder(fields, read.FULL)
 
 
 def mistral(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of Mistral 7B and Nemo. Version 0.1 has a window in every layer."""
+    fields = {"sliding_window": 4096, **fields}
     return _decoder(fields, _mistral_kind(fields))
 
 
 def mixtral(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of Mixtral: Mistral with experts in place of MLPs."""
+    fields = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **fields}
     experts = Experts(
         num_experts(fields, 8),
         read.positive(fields, "num_experts_per_tok", 2),

@@ -25,6 +25,7 @@ NAMES = ExpertNames(
 def minimax_m2(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of MiniMax M2, whose older files have ``rotary_dim``."""
     fields = with_partial_rotation(fields)
+    num_layers = read.positive(fields, "num_hidden_layers")
     experts = Experts(
         num_experts(fields, 256),
         read.positive(fields, "num_experts_per_tok", 8),
@@ -35,7 +36,7 @@ def minimax_m2(fields: Mapping[str, Any]) -> DecoderConfig:
     )
     return DecoderConfig(
         **read.shape(fields),
-        layers=read.layers(fields, [read.FULL] * read.positive(fields, "num_hidden_layers")),
+        layers=read.layers(fields, [read.FULL] * num_layers, partial=1.0),
         qk_norm="projection",
         activation=read.silu(fields),
         experts=experts,

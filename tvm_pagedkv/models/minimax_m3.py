@@ -96,7 +96,7 @@ def _m3_experts(fields: Mapping[str, Any], num_layers: int) -> Experts:
 def _with_indexer(fields: Mapping[str, Any], kinds: list[str], experts: Experts) -> DecoderConfig:
     shape = read.shape(fields)
     shape["intermediate_size"] = read.positive(fields, "dense_intermediate_size", 12288)
-    rotation = read.rope(fields, read.FULL)
+    rotation = read.rope(fields, read.FULL, partial=1.0)
     indexer = IndexConfig(
         read.positive(fields, "index_n_heads", 4),
         read.positive(fields, "index_head_dim", 128),

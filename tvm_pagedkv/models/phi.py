@@ -18,20 +18,20 @@ from .config import DecoderConfig, TensorNames
 def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
     """Phi-3 and what has its architecture."""
     kind = read.FULL if fields.get("sliding_window") is None else read.SLIDING
-    fields = {"rms_norm_eps": 1e-5, **fields, "rope_scaling": _scaling(fields)}
+    defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+    fields = {**defaults, **fields, "rope_scaling": _scaling(fields)}
     num_layers = read.positive(fields, "num_hidden_layers")
     return DecoderConfig(
         **read.shape(fields),
-        layers=read.layers(fields, [kind] * num_layers),
+        layers=read.layers(fields, [kind] * num_layers, partial=1.0),
         names=TensorNames(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
         activation=read.silu(fields),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
     )
 
 
-def _scaling(fields: Mapping[str, Any]) -> Any:
+def _scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_scaling``, which the first files with longrope say is "yarn"."""
-    scaling = fields.get("rope_scaling")
-    if isinstance(scaling, Mapping) and scaling.get("type") == "yarn":
-        return {**scaling, "type": "longrope"}
-    return scaling
+    scaling = read.rope_fields(fields)
+    is_yarn = read.rope_type_of(scaling) == "yarn"
+    return scaling | ({"rope_type": "longrope"} if is_yarn else {})

@@ -28,11 +28,11 @@ def qwen2(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def qwen3(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of the dense Qwen3."""
-    return _qwen3(fields)
+    return _qwen3({"head_dim": 128, **fields})
 
 
 def qwen3_moe(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Read the fields of Qwen3-MoE."""
+    """Read the fields of Qwen3-MoE, in which all layers have a window or none."""
     num_layers = read.positive(fields, "num_hidden_layers")
     experts = Experts(
         num_experts(fields, 128),
@@ -41,13 +41,13 @@ def qwen3_moe(fields: Mapping[str, Any]) -> DecoderConfig:
         normalizes=read.flag(fields, "norm_topk_prob"),
         dense_layers=dense_layers(fields, num_layers),
     )
-    return _qwen3({"intermediate_size": 6144, **fields}, experts=experts)
+    fields = {"intermediate_size": 6144, **fields, "max_window_layers": 0, "layer_types": None}
+    return _qwen3(fields, experts=experts)
 
 
 def _qwen3(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
     bias = read.flag(fields, "attention_bias")
-    head_dim = {"head_dim": read.positive(fields, "head_dim", 128)}
-    return _decoder({**fields, **head_dim}, qkv_bias=bias, o_bias=bias, qk_norm="head", **own)
+    return _decoder(fields, qkv_bias=bias, o_bias=bias, qk_norm="head", **own)
 
 
 def _decoder(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:

@@ -26,6 +26,7 @@ def qwen3_5(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def qwen3_5_moe(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of the text model with experts in all layers."""
+    fields = {"num_experts": 256, "num_experts_per_tok": 8, **fields}
     return _with_experts(fields, TensorNames(mixer="linear_attn"))
 
 
@@ -53,7 +54,7 @@ def _with_experts(fields: Mapping[str, Any], names: TensorNames, **own: Any) -> 
 
 
 def _decoder(fields: Mapping[str, Any], names: TensorNames) -> DecoderConfig:
-    fields = {"head_dim": 256, "partial_rotary_factor": 0.25, **fields}
+    fields = {"head_dim": 256, **fields}
     num_layers = read.positive(fields, "num_hidden_layers")
     interval = read.positive(fields, "full_attention_interval", 4)
     default = [_LINEAR if (i + 1) % interval else read.FULL for i in range(num_layers)]
@@ -71,7 +72,7 @@ def _decoder(fields: Mapping[str, Any], names: TensorNames) -> DecoderConfig:
     bias = read.flag(fields, "attention_bias")
     return DecoderConfig(
         **read.shape(fields),
-        layers=read.layers(fields, kinds, {_LINEAR: recurrent}),
+        layers=read.layers(fields, kinds, {_LINEAR: recurrent}, partial=0.25),
         names=names,
         norm_offset=1.0,
         qk_norm="head",

@@ -19,9 +19,13 @@ def smollm3(fields: Mapping[str, Any]) -> DecoderConfig:
     default = [bool((i + 1) % interval) for i in range(num_layers)]
     rotates = read.flags(fields, "no_rope_layers", default)
     kinds = [read.FULL] * num_layers
-    if read.flag(fields, "use_sliding_window") and fields.get("sliding_window") is not None:
-        default_kinds = [read.FULL if each else read.SLIDING for each in rotates]
-        kinds = read.layer_kinds(fields, default_kinds)
-    plain = {"rope_theta": 2e6, "tie_word_embeddings": True, **fields, "sliding_window": None}
-    layers = read.layers({**plain, "sliding_window": fields.get("sliding_window")}, kinds)
-    return replace(llama(plain), layers=read.with_rope_where(layers, rotates))
+    if fields.get("sliding_window") is not None:
+        has_windows = read.flag(fields, "use_sliding_window")
+        if has_windows:
+            kinds = [read.FULL if each else read.SLIDING for each in rotates]
+        kinds = read.layer_kinds(fields, kinds)
+        if read.SLIDING in kinds and not has_windows:
+            raise ValueError("layer_types has windows, which use_sliding_window disables")
+    fields = {"rope_theta": 2e6, "tie_word_embeddings": True, **fields}
+    layers = read.layers(fields, kinds)
+    return replace(llama(fields), layers=read.with_rope_where(layers, rotates))

@@ -143,7 +143,7 @@ def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
     else:
         raise ValueError(f"{key} {kind!r} is not supported; expected none, linear, yarn, longrope")
     if original is not None and kind != "linear":
-        scaling["original_max_position_embeddings"] = original
+        return {"rope_scaling": scaling, "original_max_position_embeddings": original}
     return {"rope_scaling": scaling}
 
 

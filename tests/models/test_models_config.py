@@ -22,6 +22,7 @@ from tvm_pagedkv.models import (  # noqa: E402
     config_from_directory,
     config_from_fields,
 )  # noqa: E402
+from tvm_pagedkv.models.config import QueryScale  # noqa: E402
 from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
 from tvm_pagedkv.models.source import TINY  # noqa: E402
 
@@ -163,6 +164,15 @@ def test_exaone4_by_its_pattern(pattern):
     assert plain.layers == (LayerSpec(rope=WINDOW.rope),) * 6
     with pytest.raises(ValueError, match="sliding_window_pattern must be a positive integer"):
         config_of("Exaone4ForCausalLM", sliding_window=512, sliding_window_pattern="LXG")
+
+
+def test_ministral3_alone_and_with_pictures():
+    alone = config_of("Ministral3ForCausalLM")
+    assert alone.query_scale == QueryScale(16384, 0.1, tuple(range(6)))
+    assert alone.layers[0].rope.scaling_dict["factor"] == 16.0 and alone.head_dim == 128
+    text = SHAPE | {"model_type": "ministral3"}
+    whole = config_of("Mistral3ForConditionalGeneration", text_config=text)
+    assert replace(whole, names=alone.names) == alone
 
 
 def test_smollm3_says_which_layers_rotate():

@@ -36,6 +36,15 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 4.0, 9.0, 15.0, 24.0],
 }
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 FAMILIES = {
     "qwen2": WIDE
@@ -82,6 +91,7 @@ FAMILIES = {
     "smollm3": WIDE | {"rope_parameters": DEFAULT, "no_rope_layers": [1, 0]},
     "cohere2": WIDE | BOTH_KINDS | {"rope_parameters": DEFAULT, "logit_scale": 0.25},
     "exaone4": NARROW | BOTH_KINDS | {"rope_parameters": DEFAULT},
+    "ministral3": WIDE | {"rope_parameters": GROWING},
 }
 SLOW_COHERE2 = pytest.param("cohere2", marks=pytest.mark.slow)
 # What makes a family what it is: with another value the logits must be others, or the tests of
@@ -108,6 +118,9 @@ OTHER_VALUES = [
     ("cohere2", {"logit_scale": 1.0}),
     ("exaone4", {"sliding_window": 256}),
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ("ministral3", {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.1}}),
+    ("ministral3", {"rope_parameters": GROWING | {"mscale": 0.5}}),
+    ("ministral3", {"sliding_window": 7}),
 ]  # fmt: skip
 
 

@@ -50,10 +50,22 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 LLAMA4 = {"intermediate_size_mlp": 96, "num_local_experts": 4, "attention_chunk_size": 8}
-# Name of the classes -> fields of the text model, of the encoder, and of the whole.
+MINISTRAL3 = {
+    "model_type": "ministral3",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+# Name of the classes, and of a text model -> fields of the text model, of the encoder, and of the
+# whole.
 CASES = {
     "Gemma3": (GEMMA3, {"model_type": "siglip_vision_model"}, {"mm_tokens_per_image": 4}),
     "Mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral", "head_dim": 8}, {}),
+    "Mistral3 Ministral3": (MINISTRAL3, {"model_type": "pixtral", "head_dim": 8}, {}),
     "Llama4": (
         LLAMA4,
         dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
@@ -65,6 +77,7 @@ CASES = {
 def write_model(name: str, folder, **fields):
     """Write a random model with an encoder; return it."""
     text, pictures, whole = CASES[name]
+    name, *_ = name.split()
     config = getattr(transformers, f"{name}Config")(
         text_config=TEXT | text, vision_config=PICTURES | pictures, **whole | fields
     )
@@ -133,9 +146,9 @@ def test_files_leave_out_what_is_the_default():
 def test_text_models_of_other_kinds_are_refused():
     whole = {
         "architectures": ["Mistral3ForConditionalGeneration"],
-        "text_config": TEXT | {"model_type": "ministral3"},
+        "text_config": TEXT | {"model_type": "ministral"},
     }
-    with pytest.raises(ValueError, match="model_type 'ministral3' is not .*mistral or mistral4"):
+    with pytest.raises(ValueError, match="model_type 'ministral' is not .*ministral3 or mistral4"):
         config_from_fields(whole)
 
 

@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama, Mistral and Mixtral: norms before attention and MLP, SwiGLU, no norms of Q and K."""
+"""Llama, Mistral, Ministral 3 and Mixtral: norms before attention and MLP, SwiGLU.
+
+Q of Ministral 3 grows with the position, in every layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import fields as read
-from .config import DecoderConfig
+from .config import DecoderConfig, QueryScale
 from .expert_config import ExpertNames, Experts, num_experts
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def llama(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -23,6 +37,19 @@ def mistral(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of Mistral 7B and Nemo. Version 0.1 has a window in every layer."""
     fields = {"sliding_window": 4096, **fields}
     return _decoder(fields, _mistral_kind(fields))
+
+
+def ministral3(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of the text models of Ministral 3."""
+    fields = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **fields}
+    rope = read.rope_fields(fields) or _MINISTRAL3_ROPE
+    fields |= {"rope_parameters": rope, "rope_scaling": None}
+    config = _decoder(fields, _mistral_kind(fields))
+    growth = read.query_growth(fields, rope)
+    if growth is None:
+        return config
+    factor, length = growth
+    return replace(config, query_scale=QueryScale(length, factor, tuple(range(config.num_layers))))
 
 
 def mixtral(fields: Mapping[str, Any]) -> DecoderConfig:

@@ -28,7 +28,7 @@ from .gpt_oss import gpt_oss
 from .granite import granite_hybrid
 from .kimi_linear import kimi_linear
 from .lfm2 import lfm2
-from .llama import llama, mistral, mixtral
+from .llama import llama, ministral3, mistral, mixtral
 from .llama4 import llama4
 from .mamba2 import mamba2
 from .minimax import minimax_m2
@@ -50,8 +50,9 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "MistralForCausalLM": ("mistral", mistral),
     "Mistral3ForConditionalGeneration": (
         "mistral3",
-        with_pictures(mistral=mistral, mistral4=mistral4),
+        with_pictures(mistral=mistral, ministral3=ministral3, mistral4=mistral4),
     ),
+    "Ministral3ForCausalLM": ("ministral3", ministral3),
     "Qwen2ForCausalLM": ("qwen2", qwen2),
     "Qwen3ForCausalLM": ("qwen3", qwen3),
     "Gemma2ForCausalLM": ("gemma2", gemma2),

@@ -114,6 +114,14 @@ ROTATIONS = {
 }
 
 
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "granitemoehybrid"])
+def test_a_dynamic_rotation_bounds_texts(model_type):
+    fields = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    name = TEXT_MODELS[model_type]
+    fields |= SHAPE | OWN_FIELDS.get(name, {}) | {"position_embedding_type": "rope"}
+    assert config_from_fields({"architectures": [name], **fields}).longest_text == 4096
+
+
 @pytest.mark.parametrize("fields", ROTATIONS.values(), ids=ROTATIONS)
 def test_rotations(fields):
     ours, theirs = both("llama", **fields)
@@ -136,6 +144,10 @@ LOGITS = {
         DENSE["gemma3_text"] | {"attn_logit_softcapping": 2.0},
     ),
     "lfm2 has an epsilon of its own": ("lfm2", HYBRIDS["lfm2"] | {"norm_eps": 0.2}),
+    "granite without a factor of attention": (
+        "granitemoehybrid",
+        HYBRIDS["granitemoehybrid"] | {"attention_multiplier": None},
+    ),
 }
 
 

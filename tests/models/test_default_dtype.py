@@ -29,7 +29,13 @@ SHAPE = {
     "intermediate_size": 96,
     "vocab_size": 300,
 }
-OF_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
 OF_FAMILIES = {
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
     "Gemma3nForConditionalGeneration": {"num_kv_shared_layers": 0},

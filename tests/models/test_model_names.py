@@ -56,7 +56,7 @@ def test_hub_ids(empty_cache, monkeypatch):
     assert find_model("org/name") == TINY
     assert find_model("org/name/a/model.gguf") == Path("org/name/a/model.gguf")
     assert asked == [
-        ("org/name", ["*.json", "*.safetensors", "*.jinja"]),
+        ("org/name", ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]),
         ("org/name", "a/model.gguf"),
     ]
     with pytest.raises(FileNotFoundError, match="name it as org/files/FILE.gguf"):

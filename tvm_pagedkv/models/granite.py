@@ -48,10 +48,17 @@ def granite_hybrid(fields: Mapping[str, Any]) -> DecoderConfig:
         ),
         mamba2=Mamba2Options(time_step_limit=time_step_limit(fields)),
         activation=read.silu(fields),
-        attention_scale=read.positive_number(fields, "attention_multiplier", 1.0),
+        attention_scale=read.positive_number(
+            {"attention_multiplier": 1.0, **fields}, "attention_multiplier", None
+        ),
         embedding_scale=read.positive_number(fields, "embedding_multiplier", 1.0) or 1.0,
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields) if _rotates(fields) else None,
     )
+
+
+def _rotates(fields: Mapping[str, Any]) -> bool:
+    return fields.get("position_embedding_type") == "rope"
 
 
 def _layers(fields: Mapping[str, Any], state: LayerSpec) -> tuple[LayerSpec, ...]:
@@ -60,6 +67,6 @@ def _layers(fields: Mapping[str, Any], state: LayerSpec) -> tuple[LayerSpec, ...
     kinds = [_SPELLINGS.get(kind, kind) for kind in given]
     kinds = read.layer_kinds({"layer_types": kinds}, default, (read.FULL, _LINEAR))
     layers = read.layers(fields, kinds, {_LINEAR: state})
-    if fields.get("position_embedding_type") == "rope":
+    if _rotates(fields):
         return layers
     return read.with_rope_where(layers, [each is state for each in layers])

@@ -10,7 +10,7 @@ from . import included
 
 # A file directly below a folder, such as models/a.gguf, is a path.
 _HUB_ID = re.compile(r"\w[\w.-]*/(?![^/]+\.gguf$)\w[\w.-]*(/[\w./-]+\.gguf)?", re.ASCII)
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]
 
 
 def find_model(model: str | Path) -> Path:

@@ -27,6 +27,7 @@ def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
         names=TensorNames(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
         activation=read.silu(fields),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
     )
 
 

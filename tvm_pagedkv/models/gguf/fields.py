@@ -142,9 +142,10 @@ def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
                 scaling[name] = value
     else:
         raise ValueError(f"{key} {kind!r} is not supported; expected none, linear, yarn, longrope")
-    if original is not None and kind != "linear":
-        return {"rope_scaling": scaling, "original_max_position_embeddings": original}
-    return {"rope_scaling": scaling}
+    if original is None or kind == "linear":
+        return {"rope_scaling": scaling}
+    length = {"original_max_position_embeddings": original}
+    return {"rope_scaling": scaling | length, **length}  # Phi-3 reads the latter, OLMo 3 the former
 
 
 def _llama3(fields: Fields, factors: np.ndarray) -> Fields:

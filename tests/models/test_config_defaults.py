@@ -14,8 +14,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
 
-from tir_kernels.semantics.rope import inverse_frequencies  # noqa: E402
+from tir_kernels.semantics.rope import RopeTable, inverse_frequencies  # noqa: E402
 from tir_kernels.spec import RopeSpec  # noqa: E402
+from tvm_pagedkv import RopeConfig  # noqa: E402
 from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_fields  # noqa: E402
 from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
 
@@ -47,6 +48,11 @@ def both(model_type: str, **fields) -> tuple[DecoderConfig, transformers.PreTrai
     return ours, transformers.AutoConfig.for_model(model_type, **copy.deepcopy(fields))
 
 
+def table_of(rope: RopeConfig) -> RopeTable:
+    """Frequencies and factor of a rotation of short texts."""
+    return inverse_frequencies(RopeSpec(rope.theta, rope.scale, rope.rotary_dim, rope.scaling))
+
+
 # --- fields that a file leaves out ---------------------------------------------------------------
 
 
@@ -72,6 +78,17 @@ def test_defaults(model_type):
         if getattr(theirs, "n_group", None) and model_type != "mistral4":
             groups = ours.experts.num_groups, ours.experts.num_chosen_groups
             assert groups == (theirs.n_group, theirs.topk_group)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "ministral3", "mistral4"])
+def test_default_scaling_of_the_rotation(model_type):
+    ours, theirs = both(model_type)
+    given, _ = both(model_type, rope_parameters=copy.deepcopy(theirs.rope_parameters))
+    found, expected = (table_of(config.layers[-1].rope) for config in (ours, given))
+    np.testing.assert_array_equal(found.inv_freq, expected.inv_freq)
+    assert found.attention_factor == expected.attention_factor
+    assert (ours.query_scale, ours.latent) == (given.query_scale, given.latent)
+    assert ours.attention_scale == given.attention_scale
 
 
 def test_default_window_of_mistral():
@@ -126,7 +143,7 @@ def test_a_dynamic_rotation_bounds_texts(model_type):
 def test_rotations(fields):
     ours, theirs = both("llama", **fields)
     rope, expected = ours.layers[0].rope, LlamaRotaryEmbedding(theirs)
-    found = inverse_frequencies(RopeSpec(rope.theta, rope.scale, rope.rotary_dim, rope.scaling))
+    found = table_of(rope)
     np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=2e-6)
     assert found.attention_factor == pytest.approx(expected.attention_scaling)
 

@@ -53,6 +53,15 @@ def test_variables_leave_features_out_and_add_none(monkeypatch):
     assert targets.cpu_features() == {second}
 
 
+def test_llvm_is_asked_once_for_the_features_of_a_target(monkeypatch):
+    """The answer takes a quarter of a millisecond, and every library that is loaded needs it."""
+    asked = []
+    enabled = targets._enabled
+    monkeypatch.setattr(targets, "_enabled", lambda target: asked.append(target) or enabled(target))
+    targets.required_features(resolve_target("x86-64-v3"))
+    assert len(asked) == 1
+
+
 @needs_avx2
 def test_machines_that_share_a_folder_have_files_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))

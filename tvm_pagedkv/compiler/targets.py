@@ -99,8 +99,8 @@ def cpu_features() -> frozenset[str]:
 
 def required_features(target: Target) -> list[str]:
     """Return the CPU features that code for a target may use, as Linux names them."""
-    known = _LINUX_NAMES.get(architecture(target), {})
-    return sorted(linux for llvm, linux in known.items() if llvm in _enabled(target))
+    known, enabled = _LINUX_NAMES.get(architecture(target), {}), _enabled(target)
+    return sorted(linux for llvm, linux in known.items() if llvm in enabled)
 
 
 def require_runnable(target: Target) -> None:

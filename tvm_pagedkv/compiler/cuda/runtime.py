@@ -78,15 +78,14 @@ inline cudaMemPool_t MakePool(int device) {
 }
 
 // Calls a function that the runtime of tvm_pagedkv may have registered; None without it.
-inline TVMFFIAny AskRuntime(const std::string& name, std::initializer_list<TVMFFIAny> arguments) {
+inline TVMFFIAny AskRuntime(const char* name, TVMFFIAny* arguments, int num_arguments) {
   TVMFFIAny result = {};
-  const TVMFFIByteArray symbol = {name.data(), name.size()};
+  const TVMFFIByteArray symbol = {name, std::strlen(name)};
   TVMFFIObjectHandle function = nullptr;
   if (TVMFFIFunctionGetGlobal(&symbol, &function) != 0 || function == nullptr) return result;
-  std::vector<TVMFFIAny> values(arguments);
-  const int error = TVMFFIFunctionCall(function, values.data(), values.size(), &result);
+  const int error = TVMFFIFunctionCall(function, arguments, num_arguments, &result);
   TVMFFIObjectDecRef(function);
-  if (error != 0) throw std::runtime_error(name + " failed");
+  if (error != 0) throw std::runtime_error(std::string(name) + " failed");
   return result;
 }
 
@@ -106,14 +105,15 @@ inline TVMFFIAny Argument(void* value) {
 
 // Borrows memory of the cache whose layer is called; null if it has none, or no cache calls.
 inline void* Borrow(int device, int64_t num_bytes, bool may_allocate) {
-  const TVMFFIAny memory = AskRuntime(
-      "pagedkv.borrow_scratch", {Argument(kTVMFFIInt, device), Argument(kTVMFFIInt, num_bytes),
-                                 Argument(kTVMFFIBool, may_allocate)});
+  TVMFFIAny arguments[] = {Argument(kTVMFFIInt, device), Argument(kTVMFFIInt, num_bytes),
+                           Argument(kTVMFFIBool, may_allocate)};
+  const TVMFFIAny memory = AskRuntime("pagedkv.borrow_scratch", arguments, 3);
   return memory.type_index == kTVMFFIOpaquePtr ? memory.v_ptr : nullptr;
 }
 
 inline bool Return(void* memory) {
-  return AskRuntime("pagedkv.return_scratch", {Argument(memory)}).v_int64 != 0;
+  TVMFFIAny argument = Argument(memory);
+  return AskRuntime("pagedkv.return_scratch", &argument, 1).v_int64 != 0;
 }
 
 inline bool IsCapturing(cudaStream_t stream) {
@@ -190,7 +190,7 @@ extern "C" TVM_DLL int32_t CAN_OVERLAP() {
   return pagedkv::Known(pagedkv::CurrentDevice(), pagedkv::CanOverlap);
 }
 """
-_HEADERS = ("algorithm", "initializer_list", "mutex", "stdexcept", "string", "vector")
+_HEADERS = ("algorithm", "cstring", "mutex", "stdexcept", "string")
 _INCLUDES = "".join(f"#include <{name}>\n" for name in _HEADERS)
 _NAMES = {
     "TAKE": TAKE,

@@ -11,7 +11,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 #include <type_traits>
 
@@ -156,15 +155,10 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel)
   attributes->ptxVersion = emulator::machine().ptx_version;
   return cudaSuccess;
 }
-// Kernels that ask for as much shared memory as there is, in this library.
-inline std::set<const void*>& PreferringShared() {
-  static std::set<const void*> kernels;
-  return kernels;
-}
 template <typename Kernel>
 inline cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute attribute, int64_t value) {
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) {
-    PreferringShared().insert(reinterpret_cast<const void*>(kernel));
+    emulator::PreferShared(reinterpret_cast<const void*>(kernel));
     return value == cudaSharedmemCarveoutMaxShared ? cudaSuccess : cudaErrorInvalidValue;
   }
   const bool fits = value <= static_cast<int64_t>(emulator::machine().max_shared_bytes);
@@ -210,7 +204,7 @@ inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   emulator::machine().give_back_on_device(stream, memory);
   return cudaSuccess;
 #endif
-  emulator::AfterSubmitted([memory] { std::free(memory); });
+  emulator::FreeAfterSubmitted(memory);
   return cudaSuccess;
 }
 
@@ -222,7 +216,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   // The number of blocks that are launched supposes that the GPU has the memory for them.
   const void* address = reinterpret_cast<const void*>(kernel);
-  if (config->dynamicSmemBytes > 0 && PreferringShared().count(address) == 0) {
+  if (config->dynamicSmemBytes > 0 && !emulator::PrefersShared(address)) {
     return cudaErrorInvalidValue;
   }
   const bool begins_early =

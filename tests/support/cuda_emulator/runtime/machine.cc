@@ -6,9 +6,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <set>
 #include <utility>
 
 #if !defined(__x86_64__)
@@ -62,8 +64,9 @@ struct Submitted {
   std::function<void()> kernel;
 };
 std::vector<Submitted> submitted;
-std::vector<std::function<void()>> actions;  // behind all of these
-size_t depth = 0;                            // grids that have begun and not ended
+std::vector<void*> freed;          // behind all of these
+std::set<const void*> preferring;  // kernels that ask for as much shared memory as there is
+size_t depth = 0;                  // grids that have begun and not ended
 
 // Stacks of the grid that runs; those that wait for it keep theirs.
 char* Stacks() {
@@ -241,7 +244,11 @@ bool Submit(const Launch& launch, std::function<void()> kernel) {
   return is_done;
 }
 
-void AfterSubmitted(std::function<void()> action) { actions.push_back(std::move(action)); }
+void FreeAfterSubmitted(void* memory) { freed.push_back(memory); }
+
+void PreferShared(const void* kernel) { preferring.insert(kernel); }
+
+bool PrefersShared(const void* kernel) { return preferring.count(kernel) != 0; }
 
 bool RunSubmitted(bool launcher_ends) {
   Machine& m = machine();
@@ -249,8 +256,8 @@ bool RunSubmitted(bool launcher_ends) {
   m.fault.clear();
   RunFirst(submitted.size());
   submitted.clear();
-  for (const auto& action : actions) action();
-  actions.clear();
+  for (void* memory : freed) std::free(memory);
+  freed.clear();
   return m.fault.empty();
 }
 

@@ -154,10 +154,15 @@ bool RunGrid(const Launch& launch, std::function<void()> kernel);
 
 // Queues a launch. Those that begin early run as far as they can before the one before them does.
 bool Submit(const Launch& launch, std::function<void()> kernel);
-// Queues what is to be done when all launches so far have ended.
-void AfterSubmitted(std::function<void()> action);
+// Frees memory when all launches so far have ended.
+void FreeAfterSubmitted(void* memory);
 // Runs what was queued, unless a launcher ends and its launches may overlap those of the next one.
 bool RunSubmitted(bool launcher_ends);
+
+// Kernels that ask for as much shared memory as there is. Libraries stay loaded, so that a kernel
+// keeps its address.
+void PreferShared(const void* kernel);
+bool PrefersShared(const void* kernel);
 
 // griddepcontrol.wait
 void WaitForGridBefore();

@@ -12,7 +12,14 @@ import pytest
 
 from .support.expected_skips import pytest_configure  # noqa: F401  (a hook)
 from .support.older_release import IS_OLDER, skip_if_absent
-from .support.selections import find_refused, find_spared, is_optimized, is_quick, runs_long
+from .support.selections import (
+    find_refused,
+    find_spared,
+    is_optimized,
+    is_quick,
+    may_have_quick,
+    runs_long,
+)
 
 # All workers, and the runs that follow, share what is compiled.
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
@@ -80,6 +87,15 @@ def pytest_report_header():
 
 
 collect_ignore = ["cuda"] if IS_OLDER else []
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out what `-m quick` would deselect; importing it takes longer than finding it out."""
+    folder = Path(__file__).resolve().parent.parent
+    if config.option.markexpr == "quick" and collection_path.is_relative_to(folder):
+        if not may_have_quick(collection_path.relative_to(folder).as_posix()):
+            return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers

@@ -67,6 +67,11 @@ def is_quick(nodeid: str) -> bool:
     return nodeid.startswith(QUICK)
 
 
+def may_have_quick(path: str) -> bool:
+    """Whether a file or folder may have tests of the quick selection."""
+    return any(path.startswith(begin) or begin.startswith(path) for begin in QUICK)
+
+
 def is_optimized(nodeid: str) -> bool:
     """Whether a test compiles kernels as users do, not in the fastest way."""
     return nodeid.startswith(OPTIMIZED)

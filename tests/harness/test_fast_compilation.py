@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import threading
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv.compiler import build
+from tir_kernels import build_kernel
+from tir_kernels.spec import KernelSpec
+from tvm_pagedkv.compiler import build, targets
 
 from ..support import fast_compilation
 
@@ -58,6 +61,15 @@ print(targets.resolve_target().export().get("opt-level"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "0"
     assert list(tmp_path.glob("*.so")) == []
+
+
+def test_kernels_are_linked_without_what_programs_begin_and_end_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
+    spec = KernelSpec(2, 1, 8, 8)
+    builders = {"copy_pages": functools.partial(build_kernel, "copy_pages", spec)}
+    build.load_kernels(builders, ("copy", repr(spec)), targets.resolve_target())
+    (library,) = tmp_path.glob("*.so")
+    assert b"__cxa_finalize" not in library.read_bytes()  # g++ adds a call of it otherwise
 
 
 if __name__ == "__main__":

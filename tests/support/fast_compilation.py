@@ -3,7 +3,8 @@
 
 A cache has sixteen kernels or so, of which a test calls a third, and LLVM's optimisations take two
 thirds of a kernel's time. What decides about a kernel's TIR stays: vectors are as wide as this
-CPU's. `selections.py` names the tests that compile as users do.
+CPU's. Kernels are linked without the libraries of C++, which take half of the linker's time and of
+which they use nothing. `selections.py` names the tests that compile as users do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
+from tvm.support import cc
 from tvm.target import Target
 
 import tir_kernels
@@ -97,7 +99,7 @@ def when_called() -> Iterator[None]:
 
 def patch_compiler(set_attribute: Callable) -> None:
     """Let the compiler leave the kernels of the caches that `patch_maker` patches for later."""
-    load, build_set = build._load, build._build_set
+    load, build_set, link = build._load, build._build_set, cc.create_shared
 
     def find_names(spec: KernelSpec, target: Target, progress: Any) -> tuple:
         if not getattr(_of_thread, "makes_cache", False):
@@ -111,8 +113,14 @@ def patch_compiler(set_attribute: Callable) -> None:
             return load(symbols, source, target)
         return MappingProxyType({name: _lazy_kernel(name, source) for name in symbols})
 
+    def link_objects(output: str, objects: Any, options: Any = None, **how: Any) -> None:
+        if options is None and all(str(path).endswith(".o") for path in objects):
+            objects, options = [*objects, "-lm", "-lgcc"], ["-nostdlib"]
+        link(output, objects, options, **how)
+
     set_attribute(build, "_load", load_later)
     set_attribute(build, "_build_set", find_names)
+    set_attribute(cc, "create_shared", link_objects)
 
 
 def patch_maker(set_attribute: Callable, module: ModuleType) -> None:

@@ -9,10 +9,15 @@ if [ "${1:-}" = "--fix" ]; then
   ruff check --fix .
   ruff format .
   clang-format -i "${cpp[@]}"
-else  # a line each: a failure within a list of && does not end the script
-  ruff check .
-  ruff format --check .
-  clang-format --dry-run --Werror "${cpp[@]}"
 fi
-mypy --no-error-summary
+mypy --no-error-summary & types=$!
+failed=0
+if [ "${1:-}" != "--fix" ]; then
+  ruff check . || failed=1
+  ruff format --check . || failed=1
+  printf '%s\0' "${cpp[@]}" |
+    xargs -0 -n 20 -P "$(getconf _NPROCESSORS_ONLN)" clang-format --dry-run --Werror || failed=1
+fi
+wait "$types" || failed=1
+[ "$failed" = 0 ]
 echo "lint: ok (${#cpp[@]} C++ files, $(git ls-files '*.py' | wc -l) Python files)"

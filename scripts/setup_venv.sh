@@ -3,7 +3,8 @@
 # is missing, installs the project into it if the sources have changed, and activates it. Prints one
 # line per phase, and pip's last lines only if it fails.
 #
-# TVM_PAGEDKV_VENV names another folder than .venv, for another apache-tvm (scripts/test_older.sh).
+# TVM_PAGEDKV_VENV names another folder than .venv, for another apache-tvm (scripts/test_older.sh). It
+# takes the packages of the extras from .venv if that has them.
 #
 # The C++ is built within .venv while the extras are installed, and stays in build/: other extras
 # install packages only, and a changed Python file is copied only.
@@ -11,6 +12,13 @@
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _venv="${TVM_PAGEDKV_VENV:-$_root/.venv}"
 _extras="$1"
+
+# Where Python may write no bytecode beside the sources, it goes to build/. Without any, every process
+# compiles what it imports: a second or more for TVM, in hundreds of tests.
+if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+  unset PYTHONDONTWRITEBYTECODE
+  export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$_root/build/pycache}"
+fi
 
 _sum() { # of the contents and names of the files under the given paths
   (cd "$_root" && find "$@" -type f ! -name '*.pyc' ! -name '*.so' -print0 | LC_ALL=C sort -z |
@@ -78,6 +86,14 @@ _install() { # the requirements of one kind, unless they are what they were
   fi
 }
 
+_share() { # the packages that .venv has and this environment, which comes first, has not
+  local shared="$_root/.venv"
+  if [ "$_venv" != "$shared" ] && [ -e "$shared/.requirements-extras-$_extras" ]; then
+    local folder='import sysconfig; print(sysconfig.get_path("purelib"))'
+    "$shared/bin/python" -c "$folder" >"$("$_venv/bin/python" -c "$folder")/shared.pth"
+  fi
+}
+
 _build() { # the project itself, if its sources have changed
   local sources
   sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tvm_pagedkv_cli tir_kernels runtime_ext)"
@@ -99,6 +115,7 @@ _setup() {
     "$python" -m venv "$_venv"
   fi
   _install base "what the build needs" || return 1
+  _share || return 1
   _build &
   build=$!
   _install extras "what tvm_pagedkv[$_extras] needs" || {

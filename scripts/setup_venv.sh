@@ -87,10 +87,12 @@ _install() { # the requirements of one kind, unless they are what they were
 }
 
 _share() { # the packages that .venv has and this environment, which comes first, has not
-  local shared="$_root/.venv"
+  local shared="$_root/.venv" path='import sysconfig; print(sysconfig.get_path("purelib"))' own
+  own="$("$_venv/bin/python" -c "$path")/shared.pth"
   if [ "$_venv" != "$shared" ] && [ -e "$shared/.requirements-extras-$_extras" ]; then
-    local folder='import sysconfig; print(sysconfig.get_path("purelib"))'
-    "$shared/bin/python" -c "$folder" >"$("$_venv/bin/python" -c "$folder")/shared.pth"
+    "$shared/bin/python" -c "$path" >"$own"
+  elif [ -e "$own" ]; then # .venv is gone, and what was taken from it
+    rm -f "$own" "$_venv"/.requirements-extras-*
   fi
 }
 

@@ -173,6 +173,18 @@ def test_a_process_that_has_the_lock_delays_writers_only(folder):
     assert all(put(store, KEYS[4:8], [SIZE] * 4))
 
 
+def test_a_damaged_value_does_not_cost_the_others_where_the_lock_is_taken(folder):
+    store = DiskStore(folder, LIMIT, lock_seconds=0.05)
+    assert all(put(store, KEYS[:4], [SIZE] * 4))
+    with open(folder / "data.bin", "r+b") as data:
+        data.write(b"damage")
+    with open(folder / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert len(held(store, KEYS[:4])) == 3
+    assert len(held(store, KEYS[:4])) == 3
+    assert sum(store.exists(KEYS[:4])) == 3  # the damaged one is removed
+
+
 def test_a_forked_child_opens_its_own(folder):
     store = DiskStore(folder, LIMIT)
     assert all(put(store, KEYS[:4], [SIZE] * 4))

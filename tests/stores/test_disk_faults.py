@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -233,6 +234,22 @@ def test_a_full_disk(tmp_path):
 
     assert not failures([("full", full)], seconds=60)
     assert not failures([("index", no_room_for_the_index)], seconds=60)
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_reserves_nothing(tmp_path, monkeypatch, error):
+    """With O_DIRECT, the writes of single bytes by which the C library reserves are refused."""
+
+    def refuse(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with DiskStore(tmp_path / "store", LIMIT) as store:
+        for i in range(0, NUM_KEYS, 10):
+            keys = KEYS[i : i + 10]
+            assert all(put(store, keys, sized(keys)))
+            assert all(get(store, keys, sized(keys)))
+        assert (tmp_path / "store" / "data.bin").stat().st_size <= LIMIT
 
 
 if __name__ == "__main__":

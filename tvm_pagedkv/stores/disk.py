@@ -192,12 +192,15 @@ class DiskStore:
         if not damaged:
             return
         removed = 0
-        with self._locked():
-            again = self._index.find([key for key, _ in damaged])
-            for (key, before), now in zip(damaged, again, strict=True):
-                if now == before:  # otherwise another process has just replaced it
-                    self._index.remove(key)
-                    removed += 1
+        try:
+            with self._locked():
+                again = self._index.find([key for key, _ in damaged])
+                for (key, before), now in zip(damaged, again, strict=True):
+                    if now == before:  # otherwise another process has just replaced it
+                        self._index.remove(key)
+                        removed += 1
+        except TimeoutError:  # the other values were read; a later call removes these
+            return
         if removed:
             _log.warning("%s: %d values were damaged, and are removed", self._path, removed)
 

@@ -182,10 +182,19 @@ def _check(index: Path, descriptor: int, layout: Layout) -> None:
 
 
 def allocate(descriptor: int, offset: int, size: int, path: Path) -> None:
-    """Reserve bytes of a file, with the path in the error if the disk has no room."""
+    """Reserve bytes of a file, with the path in the error if the disk has no room.
+
+    Where the file system reserves nothing, as NFS before 4.2, the file only becomes longer: that
+    the disk is full shows when values are written. The C library would write a byte to each block
+    instead, which a file that bypasses the page cache refuses.
+    """
     try:
         os.posix_fallocate(descriptor, offset, size)
     except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            if os.fstat(descriptor).st_size < offset + size:
+                os.ftruncate(descriptor, offset + size)
+            return
         raise OSError(
             error.errno, f"no room for {size} bytes: {error.strerror}", str(path)
         ) from None

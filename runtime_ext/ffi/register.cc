@@ -106,6 +106,7 @@ constexpr CacheName kOwnNames[] = {
     {"missing_layers", Method<&Step::MissingLayers>()},
     {"is_in_forward", Method<&Step::IsInForward>()},
     {"total_length", Method<&Sequences::TotalLength>()},
+    {"check_pop", Method<&Sequences::CheckPop>()},
     {"prefix_match", Method<&Prefixes::Match>()},
     {"prefix_add", Method<&Prefixes::Add>()},
     {"prefix_add_within", Method<&Prefixes::AddWithin>()},

@@ -36,6 +36,11 @@ void Sequences::PopN(int64_t sequence_id, int64_t count) {
   table_->Pop(sequence_id, count);
 }
 
+void Sequences::CheckPop(int64_t sequence_id, int64_t count) const {
+  phase_.RequireIdle("pop_n");
+  table_->CheckPop(sequence_id, count);
+}
+
 void Sequences::EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t num_sinks) {
   phase_.RequireIdle("enable_sliding_window");
   const CacheConfig& config = storage_.config();

@@ -27,6 +27,8 @@ class Sequences {
   void Remove(int64_t sequence_id);
   void Fork(int64_t parent_id, int64_t child_id, int64_t fork_position);
   void PopN(int64_t sequence_id, int64_t count);
+  /*! \brief Throws what PopN would throw: workers that share a model ask before one pops. */
+  void CheckPop(int64_t sequence_id, int64_t count) const;
   void EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t num_sinks);
 
   bool IsEmpty() const { return table_->num_sequences() == 0; }

@@ -181,6 +181,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     STATE + "remove_sequence": ("idle", [SEQ]),
     STATE + "fork_sequence": ("idle", [SEQ, NEW_SEQ, integer(3, -2, 7, 2**31)]),
     STATE + "popn": ("idle", [SEQ, integer(2, -1, 7, 2**31)]),
+    OWN + "check_pop": ("idle", [SEQ, integer(2, -1, 7, 2**31)]),
     STATE + "begin_forward": ("idle", [IDS, APPENDS, TREE]),
     STATE + "end_forward": ("step", []),
     OWN + "begin_forward_with_spans": ("windows", [IDS, APPENDS, SPANS]),

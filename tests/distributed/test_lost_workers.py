@@ -13,6 +13,10 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
+from tvm_pagedkv.models import ParallelModel  # noqa: E402
+
+from ..support.selections import few_of  # noqa: E402
+
 # In a process of its own, which a mistake ends.
 _LOST = """
 import os, signal, sys, threading, time
@@ -62,6 +66,26 @@ print("done")
 """
 
 
+_SILENT = """
+import os, signal, sys, time
+from tvm_pagedkv.models import ParallelModel
+
+model = ParallelModel.from_pretrained(**{sys.argv[1]: 2}, timeout=1.0)
+cache = model.create_cache(2, 64, 64)
+cache.add_sequence(0)
+model.prefill(cache, [0], [[1, 2, 3]])
+time.sleep(1.2)  # the timeout is that of one call
+process = model.workers()[1]["process"]
+os.kill(process, signal.SIGSTOP)
+for call in (lambda: model.decode(cache, [0], [1]), lambda: cache.pop_n(0, 1)):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+model.close()
+print("done")
+"""
+
 _NOT_CONNECTED = """
 import sys
 from tvm_pagedkv.distributed import process_session, worker
@@ -110,6 +134,19 @@ def test_every_call_says_so(split, when, end):
     while any(Path(f"/proc/{process}").exists() for process in processes):
         assert time.monotonic() < deadline, "a worker is left"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize("split", few_of(["num_shards", "stages"], 1))
+def test_a_worker_that_never_answers(split):
+    error = "the workers have not answered within 1 s, and are ended; load the model again"
+    assert lines_of(_SILENT, split) == [error, error, "done"]
+
+
+def test_a_timeout_is_for_processes():
+    with pytest.raises(ValueError, match="threads cannot be ended"):
+        ParallelModel.from_pretrained(num_shards=2, threads=True, timeout=1.0)
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        ParallelModel.from_pretrained(num_shards=2, timeout=0)
 
 
 def test_a_worker_that_does_not_start():

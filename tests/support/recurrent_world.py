@@ -272,6 +272,7 @@ class World:
         text = self.texts[seq_id]
         size = text.length + len(text.nodes)
         count = int(self.rng.integers(min(size, 16) + 1 if self.rng.integers(2) else size + 1))
+        tvm.get_global_func("pagedkv.check_pop")(self.cache, seq_id, count)
         self.cache.pop_n(seq_id, count)
         num_nodes = min(count, len(text.nodes))
         kept = len(text.nodes) - num_nodes

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
+from .._checks import check_positive
 from ..compiler import resolve_target, vector_target
 from ..config import KV_KINDS
 from ..distributed import process_session, threaded_session
@@ -146,6 +147,7 @@ class ParallelModel:
         state_dtype: str = "float32",
         weights: str = "auto",
         threads: bool = False,
+        timeout: float | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> ParallelModel:
         """Load a model for this machine.
@@ -160,6 +162,10 @@ class ParallelModel:
             Pipeline stages: their number, or the first layer of each, then the number of layers.
         threads : bool
             Whether workers are threads. Otherwise all but the first are processes.
+        timeout : float, optional
+            Seconds that a call of the model or of its caches waits for the worker processes. Then
+            they are ended, and the call raises a RuntimeError, as do later ones. None: no limit.
+            Not with `threads`.
 
         Returns
         -------
@@ -171,6 +177,10 @@ class ParallelModel:
             As `DecoderModel.from_pretrained`; ValueError also if the model cannot be divided so.
         """
         check_weights(weights)
+        if timeout is not None:
+            timeout = check_positive("timeout", timeout)
+            if threads:
+                raise ValueError("timeout is for worker processes: threads cannot be ended")
         source, config = read_model(model, dtype)
         dtype = dtype or default_dtype(config, vector_target())
         check_shards(config, num_shards)
@@ -222,7 +232,7 @@ class ParallelModel:
             "num_shards": num_shards,
             "layer_indptr": indptr,
         }
-        workers = Workers(session)
+        workers = Workers(session, timeout)
         workers.load(json.dumps(described))
         return cls(config, options, tokenizer, workers, template, sampling)
 
@@ -253,7 +263,7 @@ class ParallelModel:
             prefill_chunk_size,
             int(use_long_rope_factors),
         )
-        return ParallelCache(self._workers, self._call("create_cache", *sizes)[0])
+        return ParallelCache.create(self._workers, *sizes)
 
     def prefill(
         self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -300,7 +310,7 @@ class ParallelModel:
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
         shapes = (tvm_ffi.Shape(tuple(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
-        return self._workers.step(cache.id, name, *shapes)[-1].numpy()
+        return cache.step(name, *shapes)[-1].numpy()
 
     def check_cache(self, cache: object) -> None:
         """Raise a ValueError if a cache was not made by this model, whose workers have others."""

@@ -19,6 +19,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from .._functions import global_function
 from ..cache import KVCache
 from ..compiler import load_library, resolve_target
 from ..distributed import Worker, current_worker
@@ -94,12 +95,14 @@ class ModelWorker:
         return self.caches[cache_id]
 
     def drop_cache(self, cache_id: int) -> None:
-        """Free a cache."""
-        del self.caches[cache_id]
+        """Free a cache, if this worker has it."""
+        self.caches.pop(cache_id, None)
 
     def call(self, cache_id: int, method: str, *args: Any) -> Any:
         """Call a method of the cache. Text stands for bytes in hexadecimal."""
         values = [bytes.fromhex(each) if isinstance(each, str) else each for each in args]
+        if method == "check_pop":
+            return global_function("pagedkv.check_pop")(self.caches[cache_id], *values)
         return getattr(self.caches[cache_id], method)(*values)
 
     def describe(self) -> dict[str, Any]:
@@ -137,6 +140,8 @@ class ModelWorker:
                 self.worker.barrier()  # the step ends on all workers or on none
             return logits
         except BaseException as error:
+            if cache.is_in_forward:  # the end of the step has failed
+                cache.abort_forward()
             self.worker.close()
             if self.worker.has_lost_peer:  # TVM may have changed the type of the error
                 raise ConnectionError("another worker has failed") from error

@@ -243,17 +243,24 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
   prefixes_.Fork(source, std::move(tokens), target);
 }
 
-void SequenceTable::Pop(int64_t id, int64_t count) {
-  Sequence& sequence = At(id);
+void SequenceTable::CheckPop(int64_t id, int64_t count) const {
+  const Sequence& sequence = At(id);
   if (count < 0 || count > sequence.length) {
     Raise(kValueError, "cannot pop ", count, " positions of sequence ", id, ", which has ",
           sequence.length);
   }
   const int64_t length = sequence.length - count;
+  if (sequence.receive && length == sequence.receive->begin) return;  // it is cancelled
+  histories_.Require(sequence, std::min(length, sequence.committed_length()), "pop");
+}
+
+void SequenceTable::Pop(int64_t id, int64_t count) {
+  CheckPop(id, count);
+  Sequence& sequence = At(id);
+  const int64_t length = sequence.length - count;
   if (sequence.receive && length == sequence.receive->begin) return CancelReceive(&sequence);
   const int64_t num_committed = std::min(length, sequence.committed_length());
   const int64_t text_length = sequence.window.TextLength(num_committed);
-  histories_.Require(sequence, num_committed, "pop");
   histories_.ReserveTakeBack(&sequence, text_length);
   states_.Reserve(&sequence);
   sequence.tree.Truncate(std::max<int64_t>(length - sequence.committed_length(), 0));

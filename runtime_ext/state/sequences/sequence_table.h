@@ -111,6 +111,8 @@ class SequenceTable {
    * \throws Error (KeyError; ValueError, also when needed pages have been reclaimed).
    */
   void Pop(int64_t id, int64_t count);
+  /*! \brief Raises what Pop would raise, and changes nothing. */
+  void CheckPop(int64_t id, int64_t count) const;
   /*!
    * \brief Commits the nodes of a path of the tree, whose rows are in the slots behind the
    * committed positions, and drops the others.

@@ -66,6 +66,8 @@ class KVCache {
   void PopN(int64_t seq_id, int64_t n) const {
     Call("vm.builtin.kv_state_popn", cache_, seq_id, n);
   }
+  /*! \brief Throws what PopN would throw, and changes nothing. */
+  void CheckPop(int64_t seq_id, int64_t n) const { Call("pagedkv.check_pop", cache_, seq_id, n); }
   /*! \brief Lets a sequence keep its first `sinks` positions and its last ones. */
   void EnableSlidingWindow(int64_t seq_id, int64_t window, int64_t sinks) const {
     Call("vm.builtin.attention_kv_cache_enable_sliding_window_for_seq", cache_, seq_id, window,

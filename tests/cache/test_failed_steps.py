@@ -87,6 +87,21 @@ def test_an_exception_aborts(cache, error):
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_step_that_cannot_end_is_aborted(cache, error, monkeypatch):
+    def fail(_):
+        raise error
+
+    before = state(cache, IDS)
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(type(cache), "end_forward", fail)
+        with cache.forward([0, 1], [10, 2]):
+            for layer in range(2):
+                cache.attention(layer, rows(12, seed=7))
+    assert not cache.is_in_forward and state(cache, IDS) == before
+    append(cache, [0, 1], [10, 2], seed=7)
+
+
 @pytest.mark.parametrize("run", [(), (0,), (1,)], ids=["none", "first", "second"])
 def test_a_layer_left_out_aborts(cache, run):
     before = state(cache, IDS)

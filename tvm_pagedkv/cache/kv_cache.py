@@ -260,7 +260,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
     ) -> Iterator[KVCache]:
         """Run a step as a context manager: `begin_forward` on entry, `end_forward` on exit.
 
-        An exception inside it, including KeyboardInterrupt, aborts the step (`abort_forward`).
+        An exception inside it or at its end, including KeyboardInterrupt, aborts the step
+        (`abort_forward`).
 
         Parameters
         ----------
@@ -288,11 +289,11 @@ class KVCache(CachePrefix, tvm_ffi.Object):
                     f"the step was aborted: layers {list(missing)} of the cache were not run; "
                     "call attention once for every layer, or append_mla_kv, `recurrent` or `conv`"
                 )
+            self.end_forward()
         except BaseException:
             if self.is_in_forward:
                 self.abort_forward()
             raise
-        self.end_forward()
 
     def commit_tree(self, seq_ids: Sequence[int], leaf_indices: Sequence[int]) -> None:
         """Keep one path of each sequence's token tree and drop the other nodes.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -160,6 +161,21 @@ def test_workers_reuse_the_same_positions(pair, old):
         cache.remove_sequence(4)
 
 
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [("pop_n", (0, 1.9)), ("add_sequence", ("5",)), ("fork_sequence", (0, 1, 2.5))],
+)
+def test_numbers_that_are_no_integers_are_refused(pair, method, args):
+    _, model = pair
+    cache = model.create_cache(4, 400, 32)
+    cache.add_sequence(0)
+    model.prefill(cache, [0], [[1, 2, 3]])
+    before = counts(cache)
+    with pytest.raises(TypeError, match="integer"):
+        getattr(cache, method)(*args)
+    assert counts(cache) == before
+
+
 def test_a_cache_that_one_worker_cannot_make(pair, monkeypatch):
     _, model = pair
     create, held = ModelWorker.create_cache, []
@@ -198,6 +214,28 @@ def test_a_cache_that_is_dropped_while_a_worker_computes(pair, monkeypatch):
     for _ in range(2):
         model.prefill(cache, [0], [[1, 2, 3]])
     assert kept == [True, True, False, False]
+
+
+def test_a_model_is_closed_between_two_calls_of_another_thread():
+    model = ParallelModel.from_pretrained(num_shards=2, threads=True)
+    cache, errors, has_begun = model.create_cache(2, 4096, 64), [], threading.Event()
+    cache.add_sequence(0)
+
+    def compute() -> None:
+        try:
+            while True:
+                model.prefill(cache, [0], [[1] * 40])
+                has_begun.set()
+                cache.pop_n(0, 40)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    has_begun.wait()
+    model.close()
+    thread.join(60)
+    assert errors == ["the model is closed: its workers have ended"]
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def _argument(value: int | bytes | tuple[int, ...]) -> Any:
     """Return a value as one that reaches other processes."""
     if isinstance(value, tuple):
         return tvm_ffi.Shape(value)
-    return value.hex() if isinstance(value, bytes) else int(value)
+    return value.hex() if isinstance(value, bytes) else operator.index(value)
 
 
 def _drop(workers: Workers, cache_id: int) -> None:

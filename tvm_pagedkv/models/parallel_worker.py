@@ -140,8 +140,6 @@ class ModelWorker:
                 self.worker.barrier()  # the step ends on all workers or on none
             return logits
         except BaseException as error:
-            if cache.is_in_forward:  # the end of the step has failed
-                cache.abort_forward()
             self.worker.close()
             if self.worker.has_lost_peer:  # TVM may have changed the type of the error
                 raise ConnectionError("another worker has failed") from error

@@ -75,7 +75,7 @@ class Workers:
         self._failure = ""  # why no worker can be used any more
         self._calls = threading.RLock()  # a finalizer may make a call within another one
         self._dropped: deque[int] = deque()  # caches that nothing refers to
-        self.close = weakref.finalize(self, _end, self._held)
+        self.close = weakref.finalize(self, _end, self._held, self._calls)
 
     @property
     def session(self):
@@ -193,9 +193,12 @@ class Workers:
         return outcome
 
 
-def _end(held: dict[str, Any]) -> None:
-    """Drop the model in all workers. They end with the last reference to their session."""
-    with deferred_interrupts():
+def _end(held: dict[str, Any], calls: threading.RLock) -> None:
+    """Drop the model in all workers. They end with the last reference to their session.
+
+    A call of another thread ends before.
+    """
+    with calls, deferred_interrupts():
         session = held["session"]
         held.clear()
         with contextlib.suppress(RuntimeError):  # a worker has ended before

@@ -13,8 +13,10 @@ from tvm_pagedkv.transfer import (
     Sender,
     TransferError,
     TransferTimeout,
+    _runtime,
     local_channels,
 )
+from tvm_pagedkv.transfer import receiver as receiver_module
 
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import make_cache
@@ -65,6 +67,49 @@ def test_nothing_more_comes(pair, num_steps):
     pair.check()
     with pytest.raises(TransferTimeout):  # again and again
         pair.receiver.wait(pair.ticket, SHORT)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["expand_map", "send", "sent"])
+def test_a_request_that_fails_half_way(pair, monkeypatch, where, error):
+    """Before or after the sender has got it; the sequence is as before, and can be asked for."""
+    send = type(pair.receiver.channel).send
+
+    def fail(*args):
+        if where == "sent":
+            send(*args)
+        patch.undo()
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        if where == "expand_map":
+            patch.setattr(receiver_module, "expand_map", fail)
+        else:
+            patch.setattr(type(pair.receiver.channel), "send", fail)
+        pair.receiver.request(0, 9)
+    pair.check()
+    pair.sender.poll()
+    with pytest.raises(TransferTimeout):
+        pair.sender.next_request(SHORT)
+    answer = pair.sender.send(pair.begin(), 0)
+    append(pair.source, 0, pair.qkv[6:15])
+    pair.sender.finish(answer)
+    pump(pair.sender, pair.receiver)
+    assert pair.ticket.is_done
+
+
+def test_an_answer_that_is_interrupted(pair, monkeypatch):
+    request = pair.begin()
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_runtime, "send_id", fail)
+        pair.sender.send(request, 0)
+    pump(pair.sender, pair.receiver)
+    assert "interrupted" in str(pair.ticket.error)
+    pair.check()
 
 
 def test_nobody_reads(pair):

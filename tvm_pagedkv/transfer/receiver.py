@@ -127,22 +127,31 @@ class Receiver(Endpoint):
             raise self.error
         begin = self.cache.sequence_length(seq_id)
         numbers = _runtime.prepare_recv(self.cache, seq_id, length)
-        receive = _runtime.receive_id(self.cache, seq_id)
-        self._receives.add(receive)
-        num_state_groups = len(num_slots_of(self.cache)) - self._num_groups
-        slots = expand_map(numbers, self._num_groups, num_state_groups, begin)
-        ticket = Ticket(
-            next(self._ids), seq_id, receive, begin, length, slots, begin, begin, unconfirmed={}
-        )
-        message = {"type": "request", "id": ticket.id, "begin": begin, "length": length}
+        number = next(self._ids)
         try:
+            receive = _runtime.receive_id(self.cache, seq_id)
+            self._receives.add(receive)
+            num_state_groups = len(num_slots_of(self.cache)) - self._num_groups
+            slots = expand_map(numbers, self._num_groups, num_state_groups, begin)
+            ticket = self._tickets[number] = Ticket(
+                number, seq_id, receive, begin, length, slots, begin, begin, unconfirmed={}
+            )
+            message = {"type": "request", "id": number, "begin": begin, "length": length}
             self._say(message | {"payload": payload, "slots": numbers})
-        except Exception:
+        except BaseException as error:  # an interrupt as well, when the sender may know of it
+            self._give_up(seq_id, number, error)
+            raise
+        return ticket
+
+    def _give_up(self, seq_id: int, number: int, error: BaseException) -> None:
+        """Restore a sequence whose request has failed half way."""
+        self._tickets.pop(number, None)
+        receive = _runtime.receive_id(self.cache, seq_id)
+        if receive:  # `_say` has not given it up
             _runtime.cancel_receive(self.cache, seq_id, receive)
             self._receives.discard(receive)
-            raise
-        self._tickets[ticket.id] = ticket
-        return ticket
+        if self.error is None:
+            self._tell_failure(number, f"{type(error).__name__}: {error}")
 
     def wait(self, ticket: Ticket, timeout: float | None = None) -> Any:
         """Wait until all rows of a request have arrived.
@@ -301,8 +310,11 @@ class Receiver(Endpoint):
 
     def _fail_ticket(self, ticket: Ticket, error: Exception) -> None:
         self._drop(ticket, error)
+        self._tell_failure(ticket.id, str(error))
+
+    def _tell_failure(self, number: int, reason: str) -> None:
         try:
-            self.channel.send({"type": "failed", "id": ticket.id, "reason": str(error)})
+            self.channel.send({"type": "failed", "id": number, "reason": reason})
         except TransferError:
             pass  # the peer is gone
 

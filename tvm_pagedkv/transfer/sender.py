@@ -154,6 +154,9 @@ class Sender(Endpoint):
         except Exception as error:
             self._fail_send(send, error)
             raise
+        except BaseException:
+            self._fail_send(send, TransferError("interrupted"))
+            raise
         return send
 
     def refuse(self, request: Request, reason: str) -> None:

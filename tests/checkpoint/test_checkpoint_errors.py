@@ -76,7 +76,6 @@ def test_unknown_architecture(directory):
         ({"num_key_value_heads": 4}, "must be a multiple of num_kv_heads"),
         ({"head_dim": 36}, "must be a multiple of 8"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"sliding_window": 128}, "sliding_window 128 is supported in MistralForCausalLM only"),
         ({"rope_parameters": {"rope_type": "axial"}}, "rope type 'axial' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "needs factor, low_freq_factor"),
         ({"rope_parameters": 3}, "rope_parameters must be an object, got 3"),

@@ -41,12 +41,10 @@ def with_pictures(**readers: Callable[..., DecoderConfig]) -> Callable[..., Deco
 def as_stored(config: DecoderConfig, stored: Collection[str]) -> DecoderConfig:
     """Return a configuration that fits the tensors of a checkpoint.
 
-    A matrix for the logits counts if it is there, whatever ``tie_word_embeddings`` says: files of
-    fine-tuned models may still name the value of their base. With pictures there are two of this
-    field, which may differ, so without such a matrix the embedding serves.
-
-    In some of these files, all of the text model is in ``language_model``; in others,
-    ``language_model`` is in the part that has the layers.
+    In some, all of the text model is in ``language_model``; in others, ``language_model`` is in the
+    part that has the layers. Of ``tie_word_embeddings`` there are two, which may differ, so the
+    embedding serves where there is no matrix for the logits. Text models in files of their own stay
+    as they are.
 
     Parameters
     ----------
@@ -56,8 +54,7 @@ def as_stored(config: DecoderConfig, stored: Collection[str]) -> DecoderConfig:
     """
     names, older = config.names, f"{_OLDER}model"
     if names.model != _PREFIX:
-        has_head = f"{names.lm_head}.weight" in stored
-        return replace(config, tied_embeddings=config.tied_embeddings and not has_head)
+        return config
     if any(name.startswith(f"{older}.") for name in stored):
         names = replace(names, model=older, lm_head=f"{_OLDER}{names.lm_head}")
     is_tied = f"{names.lm_head}.weight" not in stored

@@ -106,6 +106,9 @@ class HuggingFaceModel:
             return config
         stored = Checkpoint(self.path).names()
         config = as_stored(config, stored)
+        if f"{config.names.lm_head}.weight" in stored:
+            # Files of fine-tuned models may still have the ``tie_word_embeddings`` of their base.
+            config = replace(config, tied_embeddings=False)
         return config if config.experts is None else _with_layout(config, stored)
 
     def tensors(self) -> Checkpoint:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TVMScript kernels of a paged KV cache: a spec in, a PrimFunc out; no state, no I/O."""
+"""TVMScript kernels of a paged KV cache: a spec in, a PrimFunc out.
+
+The same spec gives the same kernel. The reader, `script`, keeps rewritten sources and what the
+current thread is reading.
+"""
 
 from __future__ import annotations
 

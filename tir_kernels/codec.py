@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pages keep rows of K and V in fewer bits: the only place that knows a format.
+"""How pages keep rows of K and V in fewer bits: the definition of each format.
 
 A row of a quantized cache is kept as codes and, for each group of its values, a scale: a value is
-its code times the scale of its group. Everything else asks the codec: kernels, the arithmetic of
-pages, the memory of a cache, checkpoints and transfers.
+its code times the scale of its group. Sizes, groups and the range of codes come from here, for
+kernels, the memory of a cache, checkpoints and transfers alike. The order of codes within bytes is
+spelled again by the code that packs and unpacks them: `cpu/codes.py`,
+`cpu/components/quantized_rows.py` and `code_blocks.py`, `cuda/tiles/codes.py`,
+`cuda/components/quantized_rows.py` and, in NumPy, `tvm_pagedkv/cache/page_format.py`.
 
 A page is a run of bytes::
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that spells a page's shape and indexing."""
+"""The shape of a page, and the indices of its rows, for all kernels.
+
+`tvm_pagedkv/cache/page_format.py` spells the same layout in NumPy and
+`runtime_ext/storage/slot_layout.h` in C++: change the three together.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that recurrent layers and causal convolutions need, by name."""
+"""The kernels of recurrent layers, causal convolutions and index lanes, by name."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class CudaTarget:
     ----------
     family : str
         The lowest architecture that has the instructions. "sm_80" (``mma.sync``, ``cp.async``) runs
-        on all later ones; components for ``wgmma`` or ``tcgen05`` would have "sm_90a" or "sm_100a".
+        on all later ones. "sm_90a" (``wgmma``) runs on Hopper only.
     max_shared_bytes : int
         Shared memory that a block may have. The default is what every GPU from 80 on has.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of the operands of prefill's products: float32 elements, or bfloat16 pairs.
+"""How the operands of attention's products are packed: float32 elements, or bfloat16 pairs.
 
 Q, K and V may have any type: the float32 operands convert on the way. Both kinds keep
 

@@ -21,13 +21,13 @@ WARP = 32
 def launch(grid: Sequence, num_threads: int, min_blocks: int = 0, waits: bool = True):
     """A kernel: what is emitted within runs on the device, once for each thread.
 
-    From compute capability 9.0 on, its blocks may be there before the kernel before has ended, and
-    then wait until all that it has written can be seen. They write nothing before that, so whoever
-    comes behind waits for all kernels before, too.
+    From compute capability 9.0 on, blocks of a kernel may start before the previous kernel has
+    ended. They wait until all of its writes are visible and write nothing before that, so a kernel
+    that waits for its predecessor waits for all earlier kernels.
 
-    The int32 arrays of a step are there at once: they are copied before the first kernel that reads
-    them, and a copy, unlike a kernel, has ended when what comes behind it in the stream begins. So
-    has `advance_arrays`, which is launched on the stream of the copies: a kernel waits for the
+    The int32 arrays of a step can be read at once: they are copied before the first kernel that
+    reads them, and a copy, unlike a kernel, has ended when the next operation of its stream begins.
+    `advance_arrays` has ended, too: it runs on the stream of the copies, and a kernel waits for the
     event of another stream before it begins.
 
     Parameters

@@ -48,7 +48,7 @@ class RaggedSequence(WholeSequence):
 
 
 class NoGap:
-    """What a sequence has dropped that has dropped nothing."""
+    """The gap of a sequence that keeps all of its positions: there is none."""
 
     num_spans = 1
     num_dropped = 0
@@ -87,7 +87,7 @@ class Gap:
         return self.begin - self.sinks
 
     def span(self, i, kv_len, k_offset) -> Span:
-        """The columns behind the gap, or the sinks.
+        """Return span i: the columns after the gap first, then the sinks.
 
         Every row sees the sinks right before what it sees of the others, so for them the rows of a
         chunk that is longer than the window all stand at its end.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense decoders and hybrids from Hugging Face directories and GGUF files."""
+"""Language models from Hugging Face directories and GGUF files.
+
+Dense decoders, mixtures of experts, models with latent attention and hybrids.
+"""
 
 from .chat import encode_chat
 from .config import DecoderConfig

@@ -79,7 +79,7 @@ class CodeRows:
         self.zero = 0 if is_signed and not codec.is_packed else 1 << (codec.bits - 1)
 
     def half_of(self, codes, half: int):
-        """The codes of a half of the columns; see `CodeBlocks.sum_of`."""
+        """The codes of a half of the columns; `sum_of` undoes the factor that some of them have."""
         if len(self.halves) == 1:
             return codes
         if half and self.dots.is_signed:
@@ -284,7 +284,10 @@ class KBlocks(CodeScales):
         return [temp(self.k_rows.half_of(codes, half), self.lanes, INT32) for half in halves]
 
     def sum_of(self, total, half: int):
-        """What a sum of products with `half_of` would be if all codes were themselves."""
+        """Return the sum of products with the codes, from that with `half_of` of them.
+
+        Unsigned codes of the second half stay in the high bits: they are 16 times too large.
+        """
         if half and not self.dots.is_signed:
             return T.shift_right(total, broadcast(T.int32(4), self.lanes))
         return total

@@ -141,9 +141,10 @@ class QuantizedRows:
 
 
 def _factors(pages: QuantizedPages) -> list[float] | None:
-    """What the values of each group, multiplied with 1 and -1, lack; None: they lack nothing.
+    """Return the factor that the scale of each group takes in; None: they take none.
 
-    Scales take it in where sums are finite without it: numbers of float16 are small.
+    A Hadamard matrix of 1 and -1 needs a factor to be orthogonal. Values of float16 are small
+    enough that their sums are finite without it, so scales can take it in.
     """
     spec = pages.spec
     if not pages.codec.has_hadamard or spec.dtype != "float16":

@@ -134,7 +134,7 @@ class QueryRows:
 
     @inline
     def begin_with_sinks(self, sink_logits, head, local_head):
-        """Let the query rows of a KV head have seen their sinks already; after `load_q`."""
+        """Start the softmax of a KV head's query rows from their learned sinks; after `load_q`."""
         group, softmax = T.meta_var((self.spec.group_size, self.softmax))
         for row in range(group):
             state = T.meta_var(self.state(local_head * self.blocking.padded_rows + row))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on the columns that the rows of a tile see, so that others are left out unseen.
+"""Bounds on the columns that the rows of a tile see, so that tiles outside them are skipped.
 
-These are expressions: nothing is kept.
+The bounds are expressions of the mask; they occupy no memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block keeps in shared memory behind its tiles: tables, and variables out of registers."""
+"""Shared memory of a block past its tiles: tables, and variables spilled from registers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...script import inline
 from ..emit import U32, Registers, ptx, sync_block
 from ..tiles.tiling import Tiling
 
-# Words behind the tables: those of variables, then those of `NonFiniteGuard`.
+# Words past the tables: variables first, then the words of `NonFiniteGuard`.
 NUM_VARIABLES = 10
 
 
@@ -27,11 +27,12 @@ class BlockMemory:
     ----------
     memory : uint8 Buffer in the scope "shared.dyn"
     begin : int
-        Byte behind the tiles.
+        The first byte past the tiles.
     tiling : Tiling
     has_barrier : bool
-        One thread stores for all, which then meet. Without that all store the same: a barrier costs
-        registers that some chips have not.
+        Whether `store` lets one thread write and synchronises the block afterwards. Without the
+        barrier, every thread writes the same values: on some chips the barrier costs registers
+        that the kernel does not have.
     """
 
     def __init__(self, memory, begin: int, tiling: Tiling, has_barrier: bool):
@@ -49,14 +50,14 @@ class BlockMemory:
         return self.memory.ptr_to([self.bounds_begin + row * 8])
 
     def word(self, i: int):
-        """Return a pointer to word i behind the tables."""
+        """Return a pointer to word i past the tables."""
         return self.memory.ptr_to([self.words_begin + i * 4])
 
     @inline
     def store(self, variables, thread):
-        """Store int32 variables, which are the same in all threads, for `load`.
+        """Store int32 variables, equal in all threads, for `load`.
 
-        None may load those of before any more.
+        All threads must have loaded the variables of the last call by then.
         """
         if self.has_barrier:
             if thread == 0:
@@ -66,7 +67,7 @@ class BlockMemory:
             self.put(variables)
 
     def put(self, variables: Sequence) -> None:
-        """Store variables by a thread; those without room stay in registers."""
+        """Store the variables of one thread; those past `NUM_VARIABLES` stay in registers."""
         self.variables = tuple(variables)[:NUM_VARIABLES]
         for i, variable in enumerate(self.variables):
             ptx("st.shared.b32", self.word(i), T.cast(variable, U32))

@@ -75,7 +75,7 @@ class TileWork:
 
     def has_next(self):
         """Whether there is work left."""
-        if self.tiling.is_hopper:  # or the compiler keeps what it needs no longer
+        if self.tiling.is_hopper:  # without the vote the compiler keeps dead values in registers
             return in_all_lanes(self.left) > 0
         return self.left > 0
 

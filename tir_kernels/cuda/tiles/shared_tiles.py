@@ -136,12 +136,12 @@ class SharedTiles:
 
     @property
     def end(self) -> int:
-        """Byte behind the last one."""
+        """The first byte past the last tile."""
         return self.begin + (self.count - 1) * self.tile_bytes + self.layout.num_bytes
 
     @property
     def first_end(self) -> int:
-        """Byte behind the first one."""
+        """The first byte past the first tile."""
         return self.begin + self.layout.num_bytes
 
     def pointer(self, tile, row, chunk, byte=0):
@@ -156,10 +156,10 @@ class SharedTiles:
         return index_temp(self.begin + tile * self.tile_bytes + offset)
 
     def beyond(self, start, rows, chunks):
-        """The offset so many rows, a multiple of eight, and chunks, an even number, from `start`.
+        """Return a pointer `rows` rows, a multiple of 8, and `chunks` chunks, an even number, on.
 
-        What is to be added is known beforehand, and what an xor with a number that is known adds:
-        `pointer` would take a register for each chunk.
+        Both are compile-time constants, so addresses are `start` or its xor with a constant, plus
+        an immediate. `pointer` would take a register for each chunk.
         """
         layout = self.layout
         offset = chunks * CHUNK_BYTES

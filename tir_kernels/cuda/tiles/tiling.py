@@ -199,10 +199,10 @@ class Tiling(BlockTiling):
     Parameters
     ----------
     rows : int
-        Of Q: tokens times the query heads of a KV head.
+        Rows of Q: tokens times the query heads of a KV head.
     warp_rows : int
-        Of these, of a warp: 16, or 32, which halve what it loads from shared memory. That would
-        keep four warps below half of the tensor cores' peak.
+        Rows of Q for each warp: 16 or 32. With 32, a row takes half of the loads from shared
+        memory. The loads for 16 would keep four warps below half of the tensor cores' peak.
     """
 
     rows: int
@@ -276,8 +276,10 @@ class Tiling(BlockTiling):
     def choices(spec: KernelSpec, kv_dtype: str, max_rows: int = MAX_ROWS) -> list[Tiling]:
         """The tilings of a kernel, those with more rows first; the last one fits every GPU.
 
-        The others are for MLA on GPUs whose blocks may have more shared memory: a latent row is so
-        wide that few rows of Q lie beside it in 99 KB, and each tile of rows loads it again.
+        With the instructions of Hopper there is one for these before it, where they serve the spec.
+        Otherwise only MLA has several, for GPUs whose blocks may have more shared memory: a latent
+        row is so wide that few rows of Q lie beside it in 99 KB, and each tile of rows loads it
+        again.
         """
         if spec.has_two_widths:  # beside two views of pages, 32 rows of a warp spilled
             max_rows = min(max_rows, MAX_ROWS // 2)

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("gguf")
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
-from tvm_pagedkv.models import find_model, included  # noqa: E402
+from tvm_pagedkv.models import find_model, hub, included  # noqa: E402
 from tvm_pagedkv.models.included import TINY  # noqa: E402
 from tvm_pagedkv.models.source import open_model  # noqa: E402
 from tvm_pagedkv_cli import main  # noqa: E402
@@ -43,7 +43,7 @@ def test_included_models(empty_cache):
 def test_hub_ids(empty_cache, monkeypatch):
     asked = []
 
-    def snapshot(repository, allow_patterns):
+    def snapshot(repository, allow_patterns, ignore_patterns):
         asked.append((repository, allow_patterns))
         return str(TINY if repository == "org/name" else empty_cache)
 
@@ -66,6 +66,22 @@ def test_hub_ids(empty_cache, monkeypatch):
         with pytest.raises(FileNotFoundError, match="there is no file or folder .*; a model is a"):
             open_model(path)
     assert len(asked) == 3
+
+
+def test_files_of_a_repository_that_are_downloaded():
+    wanted = [
+        "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+        "tokenizer.json", "added_tokens.json", "chat_template.jinja", "tiktoken.model",
+    ]  # fmt: skip
+    others = [
+        "consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "model.bin",
+        "original/model.safetensors", "original/config.json", "metal/model.bin", "README.md",
+        "optimizer.safetensors", "adapter_model.safetensors", "consolidated.safetensors.index.json",
+    ]  # fmt: skip
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        [*wanted, *others], allow_patterns=hub._FILES, ignore_patterns=hub._OTHERS
+    )
+    assert [*chosen] == wanted
 
 
 def test_without_a_network_the_error_says_what_to_do(empty_cache, monkeypatch, capsys):

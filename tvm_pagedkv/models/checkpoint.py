@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors relies on
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .config import read_json
+from .json_files import check_content
 from .mxfp4 import check_scales, unpack_blocks
+from .weight_files import weight_files, why_no_weights
 from .weight_formats import GROUP, MXFP4, QuantizedRows, WeightFormat
 
 _CODES, _SCALES = "_blocks", "_scales"  # endings of the names of the tensors of one of mxfp4
@@ -18,7 +20,7 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
 class Checkpoint:
-    """The ``*.safetensors`` of a directory: one file, or shards with an index.
+    """The tensors in the `weight_files` of a directory.
 
     Parameters
     ----------
@@ -28,33 +30,32 @@ class Checkpoint:
     Raises
     ------
     FileNotFoundError
-        If the tensors, or a shard that the index names, are missing.
+        If there are no weights, or one of their files is missing.
     ValueError
-        If a file is damaged.
+        If a file is damaged, or two files have different tensors of the same name.
     """
 
     def __init__(self, directory: str | Path):
         self.path = Path(directory)
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            files = _shards(index)
-        else:
-            files = sorted(file.name for file in self.path.glob("*.safetensors"))
+        files = weight_files(self.path)
         if not files:
-            raise FileNotFoundError(
-                f"{self.path} has no tensors; expected model.safetensors, or "
-                "model.safetensors.index.json and its shards"
-            )
+            raise FileNotFoundError(why_no_weights(self.path))
         missing = [file for file in files if not (self.path / file).is_file()]
         if missing:
             raise FileNotFoundError(
-                f"{self.path} lacks {len(missing)} of the {len(files)} files that its index "
-                f"names: {', '.join(missing)}"
+                f"{self.path} lacks {len(missing)} of the {len(files)} files that have its "
+                f"weights: {', '.join(missing)}"
             )
-        self._readers = {}
+        self._readers: dict[str, Any] = {}
         for file in files:
             reader = _open(self.path / file)
-            self._readers.update(dict.fromkeys(reader.keys(), reader))
+            names = reader.keys()
+            for name in names:
+                if name in self._readers and not _is_same(self._readers[name], reader, name):
+                    raise ValueError(
+                        f"{self.path}: tensor {name} of {file} has other values in another file"
+                    )
+                self._readers[name] = reader
 
     def names(self) -> list[str]:
         """Return the names of all tensors; codes and scales of mxfp4 are one tensor."""
@@ -133,18 +134,15 @@ class Checkpoint:
         return tensor
 
 
-def _shards(index: Path) -> list[str]:
-    """Return the file names in an index, which must be in the same folder."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no weight_map")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index}: tensor {name} is in {file!r}; expected the name of a file")
-    return sorted(set(weight_map.values()))
+def _is_same(one: Any, other: Any, name: str) -> bool:
+    """Return whether two files have the same tensor of a name."""
+    here, there = one.get_tensor(name), other.get_tensor(name)
+    is_alike = here.dtype == there.dtype and here.shape == there.shape
+    return is_alike and here.tobytes() == there.tobytes()
 
 
-def _open(file: Path):
+def _open(file: Path) -> Any:
+    check_content(file)
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -380,14 +379,3 @@ class DecoderConfig:
             "overflows_float16",
         )  # fmt: skip
         return replace(self, layers=layers, **{name: getattr(plain, name) for name in names})
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; a ValueError that names the file where it is none."""
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} holds a {type(fields).__name__}; expected a JSON object")
-    return fields

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 from . import included
+from .weight_files import ADAPTER
 
 # A file directly below a folder, such as models/a.gguf, is a path.
 _HUB_ID = re.compile(r"\w[\w.-]*/(?![^/]+\.gguf$)\w[\w.-]*(/[\w./-]+\.gguf)?", re.ASCII)
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]
+# The same weights again, in folders or in Mistral's format, and what is no weights of the model.
+_OTHERS = ["*/*", "consolidated*", "adapter_model.safetensors", "optimizer.safetensors"]
 
 
 def find_model(model: str | Path) -> Path:
@@ -55,14 +58,15 @@ def _download(name: str, file: str | None) -> Path:
     try:
         if file is not None:
             return Path(hf_hub_download(repository, file.lstrip("/")))
-        folder = Path(snapshot_download(repository, allow_patterns=_FILES))
+        folder = Path(snapshot_download(repository, allow_patterns=_FILES, ignore_patterns=_OTHERS))
     except Exception as error:  # of the Hub's client, its HTTP library or the disk
         raise FileNotFoundError(
             f"there is no file or folder {name}, and the model {repository} cannot be downloaded "
             f"from the Hugging Face Hub. Without a network, run `hf download {repository} "
             "--local-dir DIR` on a machine that has one, copy DIR here, and name it as the model"
         ) from error
-    if not (folder / "config.json").is_file():
+    has_adapter = (folder / ADAPTER).is_file()  # the error about it names its base model
+    if not (has_adapter or (folder / "config.json").is_file()):
         raise FileNotFoundError(
             f"{repository} on the Hub has no config.json; to run one of its GGUF files, name it as "
             f"{repository}/FILE.gguf"

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import DTYPES
 from .cohere2 import cohere2
-from .config import DecoderConfig, read_json
+from .config import DecoderConfig
 from .deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4
 from .deepseek_sparse import deepseek_v32, glm_moe_dsa
 from .exaone4 import exaone4
@@ -26,6 +26,7 @@ from .gemma3n import gemma3n, gemma4
 from .glm import glm4_moe
 from .gpt_oss import gpt_oss
 from .granite import granite_hybrid
+from .json_files import read_json
 from .kimi_linear import kimi_linear
 from .lfm2 import lfm2
 from .llama import llama, ministral3, mistral, mixtral
@@ -39,6 +40,7 @@ from .pictures import with_pictures
 from .qwen import qwen2, qwen3, qwen3_moe
 from .qwen3_5 import qwen3_5, qwen3_5_moe, qwen3_next
 from .smollm3 import smollm3
+from .weight_files import ADAPTER, why_no_weights
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 
@@ -124,6 +126,8 @@ def config_from_directory(directory: str | Path) -> DecoderConfig:
         )
     file = directory / "config.json"
     if not file.is_file():
+        if (directory / ADAPTER).is_file():
+            raise FileNotFoundError(why_no_weights(directory))
         raise FileNotFoundError(
             f"{directory} has no config.json; expected a Hugging Face model with {_EXPECTED_FILES}"
         )

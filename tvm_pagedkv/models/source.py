@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,14 +15,16 @@ import numpy as np
 from . import tiktoken
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
-from .config import DecoderConfig, read_json
+from .config import DecoderConfig
 from .content_digest import content_digest
 from .gguf import GgufModel
 from .hub import find_model
 from .included import NAMES, TINY
+from .json_files import check_content, read_json
 from .pictures import as_stored
 from .registry import config_from_directory
 from .sampling_defaults import sampling_defaults
+from .weight_files import weight_files
 from .weight_formats import QuantizedRows, WeightFormat
 
 if TYPE_CHECKING:
@@ -102,18 +105,22 @@ class HuggingFaceModel:
     def config(self) -> DecoderConfig:
         """Return the configuration."""
         config = config_from_directory(self.path)
-        if not [*self.path.glob("*.safetensors")]:
+        if not weight_files(self.path):
             return config
-        stored = Checkpoint(self.path).names()
+        stored = self.tensors().names()
         config = as_stored(config, stored)
         if f"{config.names.lm_head}.weight" in stored:
             # Files of fine-tuned models may still have the ``tie_word_embeddings`` of their base.
             config = replace(config, tied_embeddings=False)
         return config if config.experts is None else _with_layout(config, stored)
 
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.path)
+
     def tensors(self) -> Checkpoint:
         """Return the reader of the weights."""
-        return Checkpoint(self.path)
+        return self._checkpoint
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer."""
@@ -124,6 +131,7 @@ class HuggingFaceModel:
             return tiktoken.tiktoken_tokenizer(self.path)
         if not file.is_file():
             raise FileNotFoundError(f"{self.path} has no tokenizer.json")
+        check_content(file)
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import read_json
 from .gguf.tokenizer import SPLITS, merges_of
+from .json_files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

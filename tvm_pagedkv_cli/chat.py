@@ -169,7 +169,9 @@ class _Chat:
         except KeyboardInterrupt:
             self.screen.note("/exit or Ctrl-D ends the conversation")
             return ""
-        return None if line is None or line.split() == ["/exit"] else line
+        if line is None or line.split() == ["/exit"]:
+            return None
+        return line.removeprefix("\ufeff")  # a byte order mark, where a file is the input
 
     def _obey(self, line: str) -> None:
         """Run a command, or answer a message."""

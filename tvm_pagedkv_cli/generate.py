@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import sys
 from collections import deque
 from pathlib import Path
@@ -231,7 +232,9 @@ def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
 
 def _prefixes(model, prompts: list) -> dict[str, list[int]]:
     """Return the tokens of the prompts, for a picture of the tiers that have them."""
-    encoded = (model.tokenizer.encode(p).ids if isinstance(p, str) else p for p in prompts)
+    from tvm_pagedkv.models import encode_text
+
+    encoded = (encode_text(model.tokenizer, p) if isinstance(p, str) else p for p in prompts)
     return {f"prompt {index + 1}": tokens for index, tokens in enumerate(encoded)}
 
 
@@ -253,13 +256,14 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
             raise ValueError(f"prompt {index + 1} is not UTF-8 text")
     for name in (*options.file, *options.files):
-        try:
-            prompts.append(Path(name).read_bytes().decode("utf-8"))
+        try:  # line ends stay as they are: models tell CRLF from LF
+            prompts.append(Path(name).read_bytes().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"prompt file {name} is not UTF-8 text: byte {error.object[error.start]:#04x} at "
-                f"offset {error.start}"
-            ) from None
+            is_utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            reason = "it is in UTF-16 or UTF-32" if is_utf16 else (
+                f"byte {error.object[error.start]:#04x} at offset {error.start}"
+            )
+            raise ValueError(f"prompt file {name} is not UTF-8 text: {reason}") from None
         except OSError as error:
             raise ValueError(f"cannot read prompt file {name}: {error.strerror}") from None
     if not prompts:

@@ -71,7 +71,7 @@ CHATS = {
 TOOLS = [{"type": "function", "function": {"name": "now", "description": "The <time>"}}]
 
 
-EOS = {"__type": "AddedToken", "content": "</s>"} | dict.fromkeys(
+EOS = {"__type": "AddedToken", "content": "<eos>"} | dict.fromkeys(
     ("lstrip", "normalized", "rstrip", "single_word", "special"), False
 )
 
@@ -81,7 +81,7 @@ def directory_with(tmp_path, template, file: str = "tokenizer_config.json", **fi
     folder = tmp_path / "model"
     if not folder.exists():
         shutil.copytree(TINY, folder)
-    fields = {"bos_token": "<s>", "eos_token": EOS, **fields}
+    fields = {"bos_token": "<bos>", "eos_token": EOS, **fields}
     if file == "chat_template.jinja":
         (folder / file).write_text(template, encoding="utf-8")
     else:
@@ -151,7 +151,7 @@ TINY_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.conten
 
 def test_special_tokens_come_from_the_template_alone(tmp_path):
     model = DecoderModel.from_pretrained(directory_with(tmp_path, TINY_TEMPLATE))
-    text = "<s>user: A list is\n>"
+    text = "<bos>user: A list is\n>"
     expected = model.tokenizer.encode(text, add_special_tokens=False).ids
     assert encode_chat(model, [{"role": "user", "content": "A list is"}]) == expected
 
@@ -163,7 +163,7 @@ def test_command(tmp_path, capfd):
     answer = capfd.readouterr().out
     assert "A list is" not in answer and answer.strip()
     # The same as the text that the template makes.
-    assert main(["generate", "<s>user: A list is\n>", *arguments[:2], *arguments[3:]]) == 0
+    assert main(["generate", "<bos>user: A list is\n>", *arguments[:2], *arguments[3:]]) == 0
     continued = capfd.readouterr().out
     assert main(["generate", "A list is", "x", "--system", "Be brief.", *arguments]) == 0
     both = capfd.readouterr().out
@@ -177,7 +177,7 @@ def test_chat_example_of_the_document(tmp_path):
     model = DecoderModel.from_pretrained(directory_with(tmp_path, TINY_TEMPLATE))
     variables = {"model": model}
     exec(example, variables)
-    expected = model.tokenizer.encode("<s>user: What is a KV cache?\n>", add_special_tokens=False)
+    expected = model.tokenizer.encode("<bos>user: What is a KV cache?\n>", add_special_tokens=False)
     assert variables["prompt"] == expected.ids
 
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from ..config import PrefixCacheConfig
-from ..models import DecoderModel, encode_chat
+from ..models import DecoderModel, encode_chat, encode_text
 from .answer_parts import AnswerParts
 from .engine import Run
 from .events import FinishedEvent, Statistics, TextEvent
@@ -256,7 +256,9 @@ class Conversation:
     def _encode(self, text: str, is_message: bool, is_first: bool) -> list[int]:
         """Return the tokens that a message or an answer adds to a text that is continued."""
         line = f"\n{text}" if is_message and not is_first else text
-        return self.model.tokenizer.encode(line, add_special_tokens=is_first).ids
+        if is_first:
+            return encode_text(self.model.tokenizer, line)
+        return self.model.tokenizer.encode(line, add_special_tokens=False).ids
 
     def _remove_leftovers(self) -> None:
         """Remove what a KeyboardInterrupt has left behind."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._checks import check_int
-from ..models import DecoderModel, check_tokens
+from ..models import DecoderModel, check_tokens, encode_text
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def encode_prompt(
     """Return the token ids of a prompt; raise a ValueError if it is invalid."""
     if isinstance(prompt, str):
         check_text(f"prompt {index + 1}", prompt)
-        tokens = model.tokenizer.encode(prompt).ids if prompt else []
+        tokens = encode_text(model.tokenizer, prompt) if prompt else []
     else:
         tokens = prompt
     tokens = check_tokens(f"prompt {index + 1}", tokens, model.config.vocab_size).tolist()

@@ -107,7 +107,7 @@ def load_session(
 def _read(path: Path, conversation: Conversation) -> dict[str, Any]:
     """Return the fields of a session; raise a ValueError if they are invalid."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:  # of UTF-8 or JSON
         raise ValueError(f"{path} is not JSON") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:

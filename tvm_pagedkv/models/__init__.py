@@ -15,7 +15,7 @@ from .model import DecoderModel
 from .parallel import ParallelModel
 from .registry import config_from_directory, config_from_fields
 from .source import fingerprint
-from .tokens import check_tokens
+from .tokens import check_tokens, encode_text
 from .work import Work
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SMOLLM2",
     "Work",
     "check_tokens",
+    "encode_text",
     "config_from_directory",
     "config_from_fields",
     "download_smollm2",

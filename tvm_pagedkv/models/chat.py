@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .json_files import read_json
+from .added_tokens import CONFIG, special_tokens, token_fields
 
 # What the code of a template may raise besides errors of Jinja.
 _MISTAKES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
 class ChatTemplate:
@@ -57,19 +56,17 @@ class ChatTemplate:
             If a file is damaged, or several templates have no default.
         """
         directory = Path(directory)
-        file = directory / "tokenizer_config.json"
-        fields = read_json(file) if file.is_file() else {}
+        file = directory / CONFIG
+        fields = token_fields(directory)
         own = directory / "chat_template.jinja"
         source: Any
         if own.is_file():
-            source, where = own.read_text(encoding="utf-8"), str(own)
+            source, where = own.read_text(encoding="utf-8-sig"), str(own)
         else:
             source, where = fields.get("chat_template"), f"{file}: chat_template"
         if source is None:
             return None
-        more = directory / "special_tokens_map.json"  # older models have them here
-        tokens = _special_tokens((read_json(more) if more.is_file() else {}) | fields)
-        return cls(_default(source, where), tokens, where)
+        return cls(_default(source, where), special_tokens(fields), where)
 
     def render(
         self,
@@ -182,17 +179,6 @@ def _default(source: Any, where: str) -> str:
 
 def _is_named(template: Any) -> bool:
     return isinstance(template, Mapping) and isinstance(template.get("name"), str)
-
-
-def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; a file says each as text, or as an object with its ``content``."""
-    found = {}
-    for name in _SPECIAL_TOKENS:
-        value = fields.get(name)
-        value = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(value, str):
-            found[name] = value
-    return found
 
 
 # --- the sandbox --------------------------------------------------------------------------------

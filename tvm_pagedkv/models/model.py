@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tvm
@@ -35,6 +36,9 @@ from .static_scales import layer_scales
 from .tokens import check_batch, check_tokens
 from .weight_choice import check_weights, with_formats
 from .weights import load_parameters, matrix_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # The files that decide the code of a model; the kernels of its caches are compiled by themselves.
 _SOURCES = (
@@ -169,7 +173,7 @@ class DecoderModel:
         check_states(config, state_dtype)
         check_cache(source, config, options)
         options = with_formats(options, config, tensors, weights)
-        tokenizer = load_tokenizer(source, config)
+        tokenizer, config = load_tokenizer(source, config)
         template, sampling = source.chat_template(), source.sampling()
         parameters = load_parameters(config, options, tensors)
         library = executable_file(config, options, progress)
@@ -348,8 +352,10 @@ def check_cache(source: ModelSource, config: DecoderConfig, options: BuildOption
         raise ValueError(f"no cache for the model in {source.path}: {error}") from None
 
 
-def load_tokenizer(source: ModelSource, config: DecoderConfig):
-    """Load the tokenizer of a model.
+def load_tokenizer(
+    source: ModelSource, config: DecoderConfig
+) -> tuple[Tokenizer, DecoderConfig]:
+    """Return the tokenizer of a model, and the configuration with all tokens that end a text.
 
     Added tokens may exceed the model's vocabulary, such as image tokens of text models. A prompt
     with such a token is refused later.
@@ -361,7 +367,8 @@ def load_tokenizer(source: ModelSource, config: DecoderConfig):
             f"{source.path}: the tokenizer has {size} tokens, and the model's embeddings have "
             f"{config.vocab_size} rows (vocab_size); the tokenizer is that of another model"
         )
-    return tokenizer
+    ends = (*config.eos_token_ids, *source.end_tokens(tokenizer))
+    return tokenizer, replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def executable_file(

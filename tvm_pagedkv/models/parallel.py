@@ -211,7 +211,7 @@ class ParallelModel:
             for stage in range(num_stages)
         ]
         check_cache(source, config, options[0])
-        tokenizer = load_tokenizer(source, config)
+        tokenizer, config = load_tokenizer(source, config)
         template, sampling = source.chat_template(), source.sampling()
         tensors = source.tensors()
         options = [with_formats(each, config, tensors, weights) for each in options]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from . import tiktoken
+from .added_tokens import add_named_tokens, special_tokens, token_fields
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
 from .config import DecoderConfig
@@ -21,6 +22,7 @@ from .gguf import GgufModel
 from .hub import find_model
 from .included import NAMES, TINY
 from .json_files import check_content, read_json
+from .llama_tokenizer import set_prefix_space
 from .pictures import as_stored
 from .registry import config_from_directory
 from .sampling_defaults import sampling_defaults
@@ -77,6 +79,9 @@ class ModelSource(Protocol):
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer."""
 
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the ids of tokens that end a text, besides those of the configuration."""
+
     def chat_template(self) -> ChatTemplate | None:
         """Return the chat template; None if there is none."""
 
@@ -130,7 +135,7 @@ class HuggingFaceModel:
         if not file.is_file() and (self.path / tiktoken.FILE).is_file():
             return tiktoken.tiktoken_tokenizer(self.path)
         if not file.is_file():
-            raise FileNotFoundError(f"{self.path} has no tokenizer.json")
+            raise FileNotFoundError(_without_tokenizer(self.path))
         check_content(file)
         try:
             tokenizer = Tokenizer.from_file(str(file))
@@ -139,7 +144,17 @@ class HuggingFaceModel:
         # Files keep how texts of the training were cut and padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        config = self.path / "config.json"
+        fields = read_json(config) if config.is_file() else {}
+        set_prefix_space(tokenizer, token_fields(self.path), fields.get("model_type"))
+        add_named_tokens(tokenizer, self.path)
         return tokenizer
+
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the id of the ``eos_token``, which config.json of a fine-tune may not name."""
+        token = special_tokens(token_fields(self.path)).get("eos_token")
+        found = None if token is None else tokenizer.token_to_id(token)
+        return () if found is None else (found,)
 
     def chat_template(self) -> ChatTemplate | None:
         """Return the chat template; None if there is none."""
@@ -168,6 +183,18 @@ class HuggingFaceModel:
     def content_digest(self) -> str:
         """Return a name for the weights that copies on other machines have as well."""
         return content_digest([self.path / "config.json", *sorted(self.path.glob("*.safetensors"))])
+
+
+def _without_tokenizer(directory: Path) -> str:
+    """Return a sentence that says what a directory has in place of tokenizer.json."""
+    others = ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model")
+    found = [name for name in others if (directory / name).is_file()]
+    if not found:
+        return f"{directory} has no tokenizer.json"
+    return (
+        f"{directory} has no tokenizer.json, only {', '.join(found)}; transformers converts it: "
+        f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+    )
 
 
 def _with_layout(config: DecoderConfig, stored: Sequence[str]) -> DecoderConfig:

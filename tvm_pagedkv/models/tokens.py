@@ -5,9 +5,26 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text that begins a sequence, with what its tokenizer adds.
+
+    A text that has BOS itself gets no second one.
+    """
+    encoding = tokenizer.encode(text)
+    ids = encoding.ids
+    if ids[:1] == ids[1:2] and ids:
+        is_added, is_own = encoding.special_tokens_mask[:2]
+        if is_added and not is_own:
+            return ids[1:]
+    return ids
 
 
 def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> np.ndarray:

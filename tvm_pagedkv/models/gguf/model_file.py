@@ -97,6 +97,10 @@ class GgufModel:
             where = "" if text.startswith(str(self.path)) else f"{self.path}: "
             raise ValueError(f"{where}{text}") from None
 
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return nothing: the configuration has the ends that the file names."""
+        return ()
+
     def chat_template(self) -> ChatTemplate | None:
         """Return the chat template; None if the file has none."""
         source = self._metadata.get("tokenizer.chat_template", str, None)

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
             _check_folder(Path(name))
     try:
         from tvm_pagedkv.generation import Conversation, SamplingParams
-        from tvm_pagedkv.models import DecoderModel, fingerprint
+        from tvm_pagedkv.models import DecoderModel
     except ModuleNotFoundError as error:
         raise missing(error, "chat") from None
     given = given_sampling(options)
@@ -101,9 +101,9 @@ def run(options: argparse.Namespace) -> None:
         system=options.system,
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.prefill_chunk_size,
-        prefix_cache=prefix_cache_of(options),
+        prefix_cache=prefix_cache_of(options, model),
     )
-    chat = _Chat(conversation, fingerprint(options.model), options.session, options.checkpoint)
+    chat = _Chat(conversation, options.session, options.checkpoint)
     try:
         chat.open_session()
         if options.system is not None:
@@ -128,14 +128,12 @@ class _Chat:
     Parameters
     ----------
     conversation : Conversation
-    model : str
-        The name of the weights in sessions.
     session, checkpoint : str, optional
         Files that keep the conversation and its pages.
     """
 
-    def __init__(self, conversation, model: str, session: str | None, checkpoint: str | None):
-        self.conversation, self.model = conversation, model
+    def __init__(self, conversation, session: str | None, checkpoint: str | None):
+        self.conversation = conversation
         self.session, self.checkpoint = session, checkpoint
         self.screen = screen_of()
         self.commands = {
@@ -260,7 +258,7 @@ class _Chat:
         from tvm_pagedkv.generation import load_session
 
         try:
-            refusal = load_session(self.conversation, name, model=self.model, checkpoint=checkpoint)
+            refusal = load_session(self.conversation, name, checkpoint=checkpoint)
         except OSError as error:
             raise ValueError(f"cannot read {name}: {error.strerror}") from None
         if refusal is not None:
@@ -272,6 +270,6 @@ class _Chat:
         from tvm_pagedkv.generation import save_session
 
         try:
-            save_session(self.conversation, name, model=self.model, checkpoint=checkpoint)
+            save_session(self.conversation, name, checkpoint=checkpoint)
         except OSError as error:
             raise ValueError(f"cannot write {name}: {error.strerror}") from None

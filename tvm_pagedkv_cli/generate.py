@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> None:
         window=window,
         num_speculative_tokens=options.speculative,
         on_peak_usage=keep_page_map if picture else None,
-        prefix_cache=prefix_cache_of(options),
+        prefix_cache=prefix_cache_of(options, model),
     )
     if options.chat:
         events = said(events, model.tokenizer)

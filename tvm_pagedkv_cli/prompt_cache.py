@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tvm_pagedkv.config import PrefixCacheConfig
@@ -22,27 +22,22 @@ def add_prompt_cache(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prefix_cache_of(options: argparse.Namespace) -> bool | PrefixCacheConfig:
+def prefix_cache_of(options: argparse.Namespace, model: Any) -> bool | PrefixCacheConfig:
     """Return whether to reuse prefixes, or the tiers that keep them.
 
     Parameters
     ----------
     options : argparse.Namespace
-        With ``prompt_cache``, ``no_prefix_cache`` and ``model``.
-
-    Raises
-    ------
-    OSError
-        If the model's files cannot be read.
+        With ``prompt_cache`` and ``no_prefix_cache``.
+    model : DecoderModel
     """
     if options.prompt_cache is None:
         return not options.no_prefix_cache
     from tvm_pagedkv.config import PrefixCacheConfig
-    from tvm_pagedkv.models import fingerprint
 
     return PrefixCacheConfig(
         disk_path=options.prompt_cache,
         host_bytes=HOST_BYTES,
-        model_id=fingerprint(options.model),
+        model_id=model.fingerprint,
         lookup_timeout=WAIT_SECONDS,
     )

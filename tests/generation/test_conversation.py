@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
+
+from safetensors import safe_open  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from tvm_pagedkv.config import PrefixCacheConfig  # noqa: E402
 from tvm_pagedkv.generation import (  # noqa: E402
@@ -24,7 +28,7 @@ from tvm_pagedkv.generation import (  # noqa: E402
     load_session,
     save_session,
 )
-from tvm_pagedkv.models import DecoderModel, encode_chat, fingerprint  # noqa: E402
+from tvm_pagedkv.models import DecoderModel, encode_chat  # noqa: E402
 from tvm_pagedkv.models.chat import ChatTemplate  # noqa: E402
 from tvm_pagedkv.models.source import TINY  # noqa: E402
 
@@ -248,9 +252,9 @@ def test_checkpoints_of_something_else_are_not_used(model, tmp_path):
 
     assert load_session(Conversation(model, SHORT), session, model="m", checkpoint=pages) is None
     fields = json.loads(text)
-    fields["checkpoint"]["model"] = "m float16 short"
+    fields["checkpoint"]["precision"] = "float16 short"
     session.write_text(json.dumps(fields))
-    check("it is of another model")
+    check("it is of a model in other types")
     fields = json.loads(text)
     for num_tokens in (-1, None, fields["checkpoint"]["num_tokens"] - 1):
         fields["checkpoint"]["num_tokens"] = num_tokens
@@ -276,7 +280,7 @@ def test_checkpoints_of_something_else_are_not_used(model, tmp_path):
         ("{", "is not JSON"),
         ("[]", "has no conversation"),
         ({"format": "other"}, "has no conversation"),
-        ({"version": 2}, "has version 2, expected 1"),
+        ({"version": 1}, "has version 1, expected 2"),
         ({"messages": {}}, "messages must be of user and assistant in turn"),
         ({"messages": [{"role": "user", "content": "x"}]}, "the last message has no answer"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages must be of user"),
@@ -305,14 +309,68 @@ def test_files_that_are_no_sessions(model, tmp_path, change, message):
         load_session(conversation, tmp_path / "none")
 
 
-def test_a_name_for_the_weights(tmp_path):
-    folder = directory_with(tmp_path, TEMPLATE)
-    first = fingerprint(folder)
-    assert first == fingerprint(folder) == fingerprint() and len(first) == 64  # a copy
-    os.utime(folder / "model.safetensors", ns=(1, 1))
-    second = fingerprint(folder)
-    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
-    assert len({first, second, fingerprint(folder)}) == 3
+def other_weights(folder: Path) -> None:
+    """Replace the weights in place: a file of the same size and time with another tensor."""
+    file = folder / "model.safetensors"
+    info, tensors = file.stat(), load_file(file)
+    name = "model.layers.3.post_attention_layernorm.weight"
+    with safe_open(file, framework="numpy") as stored:
+        metadata = stored.metadata()
+    save_file(tensors | {name: tensors[name][::-1].copy()}, file, metadata)
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert file.stat().st_size == info.st_size
+
+
+@pytest.mark.parametrize("change", ["weights", "tokenizer", "template", "configuration"])
+def test_sessions_of_another_model_are_refused(folder, tmp_path, change):
+    changed = Path(shutil.copytree(folder, tmp_path / "other"))
+    if change == "weights":
+        other_weights(changed)
+    elif change == "tokenizer":
+        tokenizer = changed / "tokenizer.json"
+        tokenizer.write_text(tokenizer.read_text().replace('"normalized": false', '"normalized": true'))
+    elif change == "template":
+        (changed / "chat_template.jinja").write_text(TEMPLATE + " ")
+    else:
+        config = changed / "config.json"
+        fields = json.loads(config.read_text())
+        config.write_text(json.dumps(fields | {"rms_norm_eps": 1e-4}))
+    one = Conversation(DecoderModel.from_pretrained(folder), SHORT)
+    say(one, *MESSAGES[:2])
+    session, pages = tmp_path / "chat.json", tmp_path / "pages"
+    save_session(one, session, checkpoint=pages)
+    other = Conversation(DecoderModel.from_pretrained(changed), SHORT)
+    say(other, MESSAGES[2])
+    before = list(other.messages), list(other.tokens)
+    with pytest.raises(ValueError, match="is of a conversation with another model: its weights"):
+        load_session(other, session, checkpoint=pages)
+    assert (other.messages, other.tokens) == before
+    copy = DecoderModel.from_pretrained(shutil.copytree(folder, tmp_path / "copy"), "float16")
+    again = Conversation(copy, SHORT)  # the same model in another type goes on without the pages
+    refusal = load_session(again, session, checkpoint=pages)
+    assert "it is of a model in other types" in refusal and again.messages == one.messages
+
+
+def test_pages_in_stores_are_those_of_the_model(tmp_path):
+    """Weights that were replaced in place, under one name: nothing of the older ones is found."""
+    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
+    values: dict[bytes, bytes] = {}
+
+    def text_of(model) -> tuple[str, int]:
+        tiers = PrefixCacheConfig(store=DictStore(values), model_id="m", lookup_timeout=60.0)
+        conversation = Conversation(model, SHORT, prefix_cache=tiers)
+        (text,) = say(conversation, MESSAGES[0] * 4)
+        conversation.close()
+        return text, conversation.last_turn.statistics.reused_by_tier["store"]
+
+    expected, reused = text_of(DecoderModel.from_pretrained(folder))
+    assert reused == 0
+    text, reused = text_of(DecoderModel.from_pretrained(folder))
+    assert text == expected and reused > 0
+    other_weights(folder)
+    other = DecoderModel.from_pretrained(folder)
+    (cold,) = say(Conversation(other, SHORT), MESSAGES[0] * 4)
+    assert text_of(other) == (cold, 0)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,14 @@ def test_shards_without_an_index(folder):
     assert error_of(folder).endswith(f"1 of the 2 files that have its weights: {SHARDS[0]}")
 
 
+def test_the_only_file(folder):
+    write(folder / ONE, 1.0)
+    (folder / ONE).rename(folder / "model.fp16.safetensors")
+    assert values(folder) == {1.0}
+    (folder / "model.fp16.safetensors").rename(folder / SHARDS[0])
+    assert SHARDS[1] in error_of(folder)
+
+
 def test_the_file_that_the_configuration_names(folder):
     write(folder / "other.safetensors", 1.0)
     config = json.loads((folder / "config.json").read_text())
@@ -152,7 +160,7 @@ def test_an_index_without_shards(folder):
         ({"pytorch_model.bin": ""}, "as pickled PyTorch tensors (pytorch_model.bin), which may"),
         ({"pytorch_model-00001-of-00002.bin": "", "pytorch_model.bin.index.json": "{}"},
          "as pickled PyTorch tensors (pytorch_model-00001-of-00002.bin)"),
-        ({"model.fp16.safetensors": ""}, "has no weights by their usual names; expected model.saf"),
+        ({"model.fp16.safetensors": "", "optimizer.safetensors": ""}, "has no weights by their usual names; expected model.saf"),
         ({"checkpoint-500/model.safetensors": ""}, "its folder checkpoint-500 has some"),
         ({}, "has no tensors; expected model.safetensors, or model.safetensors.index.json"),
     ],

@@ -15,14 +15,14 @@ from ..models import check_tokens
 from .conversation import Conversation
 
 FORMAT = "tvm-pagedkv conversation"
-VERSION = 1
+VERSION = 2
 
 
 def save_session(
     conversation: Conversation,
     path: str | os.PathLike,
     *,
-    model: str = "",
+    model: str | None = None,
     checkpoint: str | os.PathLike | None = None,
 ) -> None:
     """Write a conversation to a file, for `load_session`.
@@ -34,8 +34,8 @@ def save_session(
     conversation : Conversation
     path : path
         Of the JSON file.
-    model : str
-        A name for the weights, such as that of `models.fingerprint`.
+    model : str, optional
+        A name for the model; None: its fingerprint.
     checkpoint : path, optional
         Where to write the pages of the conversation as well.
 
@@ -47,6 +47,7 @@ def save_session(
     fields: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
+        "model": _model_name(conversation, model),
         "system": conversation.system,
         "messages": conversation.messages,
         "tokens": conversation.tokens,
@@ -54,7 +55,7 @@ def save_session(
     if checkpoint is not None:
         num_tokens = _save_pages(conversation, checkpoint)
         fields["checkpoint"] = {
-            "model": _model_name(conversation, model),
+            "precision": _precision(conversation),
             "num_tokens": num_tokens,
             "header": _header_digest(checkpoint),
         }
@@ -66,7 +67,7 @@ def load_session(
     conversation: Conversation,
     path: str | os.PathLike,
     *,
-    model: str = "",
+    model: str | None = None,
     checkpoint: str | os.PathLike | None = None,
 ) -> str | None:
     """Continue a conversation from a file.
@@ -89,22 +90,22 @@ def load_session(
     OSError
         If the file cannot be read.
     ValueError
-        If it has no conversation of this model. The conversation is as it was.
+        If it has no conversation, or one with another model. The conversation is as it was.
     """
-    fields = _read(Path(path), conversation)
+    fields = _read(Path(path), conversation, _model_name(conversation, model))
     conversation.system, conversation.messages = fields["system"], fields["messages"]
     conversation.tokens = fields["tokens"]
     if checkpoint is None:
         return None
     try:
-        _load_pages(conversation, checkpoint, fields.get("checkpoint"), model)
+        _load_pages(conversation, checkpoint, fields.get("checkpoint"))
     except (OSError, ValueError, KeyError, CacheFullError) as error:
         text = error.strerror if isinstance(error, OSError) else str(error)
         return f"{checkpoint} is not used: {text}"
     return None
 
 
-def _read(path: Path, conversation: Conversation) -> dict[str, Any]:
+def _read(path: Path, conversation: Conversation, model: str) -> dict[str, Any]:
     """Return the fields of a session; raise a ValueError if they are invalid."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -114,6 +115,11 @@ def _read(path: Path, conversation: Conversation) -> dict[str, Any]:
         raise ValueError(f"{path} has no conversation")
     if fields.get("version") != VERSION:
         raise ValueError(f"{path} has version {fields.get('version')!r}, expected {VERSION}")
+    if fields.get("model") != model:
+        raise ValueError(
+            f"{path} is of a conversation with another model: its weights, tokenizer or chat "
+            "template differ"
+        )
     messages = fields.get("messages")
     if not isinstance(messages, list) or not all(
         isinstance(each, dict)
@@ -145,11 +151,16 @@ def _read(path: Path, conversation: Conversation) -> dict[str, Any]:
 # --- pages --------------------------------------------------------------------------------------
 
 
-def _model_name(conversation: Conversation, model: str) -> str:
-    """Return a name for all that K and V depend on, beside the layout and the tokens."""
+def _model_name(conversation: Conversation, model: str | None) -> str:
+    """Return the name of the model in a session."""
+    return getattr(conversation.model, "fingerprint", "") if model is None else model
+
+
+def _precision(conversation: Conversation) -> str:
+    """Return a name for what K and V depend on besides the model, the layout and the tokens."""
     options = conversation.model.options
     rope_factors = "long" if conversation.has_long_texts else "short"
-    return f"{model} {options.precision} {rope_factors}"
+    return f"{options.precision} {rope_factors}"
 
 
 def _save_pages(conversation: Conversation, path: str | os.PathLike) -> int:
@@ -165,13 +176,13 @@ def _save_pages(conversation: Conversation, path: str | os.PathLike) -> int:
 
 
 def _load_pages(
-    conversation: Conversation, path: str | os.PathLike, about: Any, model: str
+    conversation: Conversation, path: str | os.PathLike, about: Any
 ) -> None:
     """Let the cache find the pages of a file; raise a ValueError if they are of something else."""
     if not isinstance(about, dict) or about.get("header") != _header_digest(path):
         raise ValueError("it was not written with this session")
-    if about.get("model") != _model_name(conversation, model):
-        raise ValueError("it is of another model")
+    if about.get("precision") != _precision(conversation):
+        raise ValueError("it is of a model in other types, or with other factors of its rotation")
     num_tokens, cache = about.get("num_tokens"), conversation.cache
     if type(num_tokens) is not int or not 0 <= num_tokens <= len(conversation.tokens):
         raise ValueError("the session does not have its tokens")

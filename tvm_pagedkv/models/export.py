@@ -35,8 +35,8 @@ def export_model(
 
     The folder is a bundle of the cache's kernels, which also has ``model.so`` (the functions of
     `decoder.Decoder`), ``weights/`` (as TVM's tensor cache, named ``weight_0``, ``weight_1``, ...),
-    ``model.json`` (its ``vocab_size``, ``dtype``, ``eos_token_ids``, and the ``longest_text`` that
-    it reaches or null) and ``tokenizer.json``. ``runtime_ext/example/run_model.cc`` runs it.
+    ``model.json`` (its ``vocab_size``, ``dtype``, ``eos_token_ids``, the ``longest_text`` that it
+    reaches or null, and a ``content_digest`` for the names of stored pages) and ``tokenizer.json``. ``runtime_ext/example/run_model.cc`` runs it.
 
     Parameters
     ----------
@@ -89,6 +89,7 @@ def export_model(
         "dtype": loaded.options.dtype,
         "eos_token_ids": list(loaded.config.eos_token_ids),
         "longest_text": loaded.config.longest_text,
+        "content_digest": loaded.content_digest,
     }
     (path / ABOUT).write_text(json.dumps(about, indent=1) + "\n")  # last: the folder is whole
     return path

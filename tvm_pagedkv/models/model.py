@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +65,14 @@ class DecoderModel:
         The sampling parameters that the model's makers recommend.
     source : ModelSource, optional
         Where the weights come from.
+
+    Attributes
+    ----------
+    content_digest : str
+        A name for the configuration and the weights, which copies on other machines have as well.
+        Empty without a source.
+    fingerprint : str
+        A name for these, the tokenizer and the chat template, as of `models.fingerprint`.
     """
 
     def __init__(
@@ -82,7 +89,9 @@ class DecoderModel:
         self.config, self.options, self.tokenizer = config, options, tokenizer
         self.chat_template, self.sampling = chat_template, sampling or {}
         self.library, self.parameters = library, parameters
-        self._source = source
+        # Now, for the files may be replaced while the model runs.
+        self.content_digest = "" if source is None else source.content_digest()
+        self.fingerprint = "" if source is None else source.fingerprint()
         self._caches = Caches(config, options)
         self._vm = relax.VirtualMachine(load_library(library, options.target), tvm.cpu())
         names = ("embed", "prefill", "decode")
@@ -179,11 +188,6 @@ class DecoderModel:
         library = executable_file(config, options, progress)
         return cls(config, options, library, parameters, tokenizer, template, sampling, source)
 
-    @cached_property
-    def content_digest(self) -> str:
-        """A name for the files of the model, which copies on other machines have as well."""
-        return "" if self._source is None else self._source.content_digest()
-
     @property
     def matrix_bytes(self) -> int:
         """Bytes of the matrices that multiply the rows of a step."""
@@ -217,8 +221,9 @@ class DecoderModel:
             that will exceed the original context. Otherwise a step uses the long factors only if it
             ends beyond that length, and earlier rows of K keep the short ones.
         prefix_cache : PrefixCacheConfig, optional
-            Tiers below the pages, which keep what the pool has no room for. Its `model` names the
-            weights, such as `models.fingerprint` does; their dtype is added to the name.
+            Tiers below the pages, which keep what the pool has no room for. To its `model_id` are
+            added `content_digest` and the types of weights and activations, so pages of another
+            model are never used.
 
         Returns
         -------
@@ -228,8 +233,14 @@ class DecoderModel:
             (max_num_sequences, max_total_tokens, prefill_chunk_size),
             enable_kv_transfer=enable_kv_transfer,
             use_long_rope_factors=use_long_rope_factors,
-            prefix_cache=prefix_cache,
+            prefix_cache=self._with_name(prefix_cache),
         )
+
+    def _with_name(self, tiers: PrefixCacheConfig | None) -> PrefixCacheConfig | None:
+        """Return a configuration of tiers whose pages are those of this model."""
+        if tiers is None:
+            return None
+        return replace(tiers, model_id=f"{tiers.model_id} {self.content_digest}".strip())
 
     def prefill(
         self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]

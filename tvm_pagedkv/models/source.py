@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from . import tiktoken
+from . import added_tokens, tiktoken
 from .added_tokens import add_named_tokens, special_tokens, token_fields
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
@@ -26,11 +26,15 @@ from .llama_tokenizer import set_prefix_space
 from .pictures import as_stored
 from .registry import config_from_directory
 from .sampling_defaults import sampling_defaults
-from .weight_files import weight_files
+from .weight_files import tensor_begins, weight_files
 from .weight_formats import QuantizedRows, WeightFormat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+# The files besides the weights that decide what tokens a text has.
+_TEXT_FILES = ("tokenizer.json", tiktoken.FILE, *added_tokens.FILES, "chat_template.jinja")
 
 
 class Tensors(Protocol):
@@ -89,10 +93,10 @@ class ModelSource(Protocol):
         """Return the sampling parameters that the makers recommend, as `sampling_defaults`."""
 
     def fingerprint(self) -> str:
-        """Return a name for the weights, to tell whether K and V of another process are theirs."""
+        """Return a name for all that a text depends on: weights, tokenizer and chat template."""
 
     def content_digest(self) -> str:
-        """Return a name for the weights that copies on other machines have as well."""
+        """Return a name for the weights, which copies on other machines have as well."""
 
 
 class HuggingFaceModel:
@@ -166,23 +170,26 @@ class HuggingFaceModel:
         return sampling_defaults(read_json(file), str(file)) if file.is_file() else {}
 
     def fingerprint(self) -> str:
-        """Return a name for the weights.
+        """Return a name for all that a text depends on: weights, tokenizer and chat template.
 
-        It depends on the content of config.json and the tokenizer, and on the names, sizes and
-        modification times of the weights, which are too large to be read for this.
+        It depends on their content alone, of which the weights are sampled.
         """
-        digest = hashlib.sha256()
-        has_json = (self.path / "tokenizer.json").is_file()
-        for name in ("config.json", "tokenizer.json" if has_json else tiktoken.FILE):
-            digest.update((self.path / name).read_bytes() + b"\0")
-        for file in sorted(self.path.glob("*.safetensors*")):
-            info = file.stat()
-            digest.update(f"{file.name} {info.st_size} {info.st_mtime_ns}\n".encode())
+        digest = hashlib.sha256(self.content_digest().encode())
+        for name in _TEXT_FILES:
+            file = self.path / name
+            digest.update(file.read_bytes() if file.is_file() else b"")
+            digest.update(b"\0")
         return digest.hexdigest()
 
     def content_digest(self) -> str:
-        """Return a name for the weights that copies on other machines have as well."""
-        return content_digest([self.path / "config.json", *sorted(self.path.glob("*.safetensors"))])
+        """Return a name for the weights, which copies on other machines have as well."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        weights = [self.path / name for name in weight_files(self.path)]
+        config = {self.path / "config.json": ()}
+        return content_digest(config | {file: tensor_begins(file) for file in weights})
 
 
 def _without_tokenizer(directory: Path) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -12,7 +13,9 @@ from .json_files import read_json
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # of PEFT
+_FOREIGN = "params.json"  # of Mistral and Meta
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+_MAX_HEADER_BYTES = 100_000_000  # as the library has it
 _PICKLED = ("pytorch_model*.bin", "consolidated*.pth", "model*.bin", "*.pt")
 
 
@@ -21,8 +24,9 @@ def weight_files(directory: Path) -> list[str]:
 
     They are those that transformers reads: the file that ``transformers_weights`` of config.json
     names, else ``model.safetensors``, else the shards that ``model.safetensors.index.json`` names.
-    Without these, all shards of one set are read as well. Other ``*.safetensors``, such as
-    averages, states of optimizers, adapters or the same weights in another format, are not.
+    Without these, all shards of one set are read as well, or the only file there is. Other
+    ``*.safetensors``, such as averages, states of optimizers, adapters or the same weights in
+    another format, are not.
 
     Parameters
     ----------
@@ -58,6 +62,30 @@ def weight_files(directory: Path) -> list[str]:
     return found
 
 
+def tensor_begins(file: Path) -> list[int]:
+    """Return the offsets in a safetensors file at which its tensors begin.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If its header is damaged.
+    """
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = stream.read(size) if size <= _MAX_HEADER_BYTES else b""
+    try:
+        tensors = json.loads(header)
+        return [
+            8 + size + int(info["data_offsets"][0])
+            for name, info in tensors.items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise ValueError(f"{file} is not a readable safetensors file") from None
+
+
 def why_no_weights(directory: Path) -> str:
     """Return a sentence that says why a directory has no weights, and what to do."""
     expected = f"expected {WEIGHTS}, or {INDEX} and its shards"
@@ -69,7 +97,7 @@ def why_no_weights(directory: Path) -> str:
             f"{directory} is a PEFT adapter{of}, not a model; merge both with peft "
             "(merge_and_unload, then save_pretrained) and name the folder of the result"
         )
-    if "params.json" in names and any(name.startswith("consolidated") for name in names):
+    if _FOREIGN in names and any(name.startswith("consolidated") for name in names):
         return (
             f"{directory} has the weights in Mistral's or Meta's own format (params.json, "
             f"consolidated.*), which is not read; {expected}, as transformers writes them"
@@ -118,8 +146,11 @@ def _shards(index: Path) -> list[str]:
 
 
 def _shards_without_index(names: set[str]) -> list[str]:
-    """Return the names of all shards of the set that a folder has, whether or not they exist."""
-    counts = {int(match[2]) for name in names if (match := _SHARD.fullmatch(name))}
+    """Return the only file of a folder, or all shards of its only set, whether or not they exist."""
+    files = [name for name in names if name.endswith(".safetensors")]
+    if not names & {ADAPTER, _FOREIGN} and len(files) == 1 and not _SHARD.fullmatch(files[0]):
+        return files
+    counts = {int(match[2]) for name in files if (match := _SHARD.fullmatch(name))}
     if len(counts) != 1:  # of two sets, no index says which counts
         return []
     (count,) = counts

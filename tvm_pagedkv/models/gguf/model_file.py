@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,12 +119,15 @@ class GgufModel:
         return sampling_defaults(found | self._generation, str(self.path))
 
     def fingerprint(self) -> str:
-        """Return a name for the weights: by the header's keys, the size and modification time."""
-        info = self.path.stat()
-        digest = hashlib.sha256(f"{info.st_size} {info.st_mtime_ns}\n".encode())
+        """Return a name for all that a text depends on: by the header's keys and the weights."""
+        digest = hashlib.sha256(self.content_digest().encode())
         digest.update(repr(self._file.metadata).encode())
         return digest.hexdigest()
 
     def content_digest(self) -> str:
-        """Return a name for the weights that copies on other machines have as well."""
-        return content_digest([self.path])
+        """Return a name for the weights, which copies on other machines have as well."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return content_digest({self.path: [info.begin for info in self._file.tensors.values()]})

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 
+from tvm_pagedkv.models.byte_level import byte_characters
+
 BOS, EOS = 256, 257
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -129,10 +131,8 @@ class Llama(nn.Module):
 
 def build_tokenizer() -> Tokenizer:
     """One id per byte, then ``<bos>`` and ``<eos>``; a text is encoded with ``<bos>`` in front."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    shifted = [b for b in range(256) if b not in printable]
-    letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(shifted)}
-    tokenizer = Tokenizer(models.BPE(vocab={letter[b]: b for b in range(256)}, merges=[]))
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])

@@ -9,11 +9,8 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from tvm_pagedkv.models.gguf.metadata import Metadata  # noqa: E402
-from tvm_pagedkv.models.gguf.tokenizer import (  # noqa: E402
-    build_tokenizer,
-    end_tokens,
-    special_tokens,
-)
+from tvm_pagedkv.models.gguf.special_tokens import end_tokens, named_tokens  # noqa: E402
+from tvm_pagedkv.models.gguf.tokenizer import build_tokenizer  # noqa: E402
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 SPACE = "\u2581"
@@ -183,13 +180,13 @@ def test_added_tokens_and_ends():
     assert tokenizer.encode("ab<|im_end|>b<think>").ids == [2, 5, 1, 6]
     assert tokenizer.decode([2, 5, 6, 1], skip_special_tokens=True) == "ab<think>b"
     assert end_tokens(metadata) == [4, 5]
-    assert special_tokens(metadata) == {"bos_token": "<bos>", "eos_token": "<eos>"}
+    assert named_tokens(metadata) == {"bos_token": "<bos>", "eos_token": "<eos>"}
     both = build_tokenizer(metadata_of(**keys, add_bos_token=True, add_eos_token=True))
     assert both.encode("ab").ids == [3, 2, 4]
     assert both.encode("ab", add_special_tokens=False).ids == [2]
     assert build_tokenizer(metadata_of(**keys | {"pre": "llama-bpe"})).encode("ab").ids == [3, 2]
     with pytest.raises(ValueError, match="tokenizer.ggml.eos_token_id 9 is not in the vocabulary"):
-        special_tokens(metadata_of(**keys | {"eos_token_id": 9}))
+        named_tokens(metadata_of(**keys | {"eos_token_id": 9}))
 
 
 if __name__ == "__main__":

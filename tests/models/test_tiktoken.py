@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("tokenizers")
 regex = pytest.importorskip("regex")
 
-from tvm_pagedkv.models.gguf.tokenizer import SPLITS  # noqa: E402
 from tvm_pagedkv.models.source import HuggingFaceModel  # noqa: E402
+from tvm_pagedkv.models.splitters import SPLITTERS  # noqa: E402
 
 TEXT = (
     "It's 1234 degrees, they'LL say; ÄRGER über Straßen und HTTPServer v2.0!\n\n"
@@ -63,7 +63,8 @@ def merged(piece: bytes, tokens: list[bytes]) -> list[bytes]:
 def test_tokens_of_a_text(tmp_path):
     tokens = write(tmp_path, KIMI)
     tokenizer = HuggingFaceModel(tmp_path).tokenizer()
-    split = regex.compile(SPLITS["kimi-k2"], regex.V1)
+    (expression,) = SPLITTERS["kimi-k2"].expressions
+    split = regex.compile(expression, regex.V1)
     pieces = split.findall(TEXT)
     assert "".join(pieces) == TEXT
     expected = [tokens.index(t) for piece in pieces for t in merged(piece.encode(), tokens)]

@@ -12,6 +12,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
+from tvm_pagedkv.models.byte_level import byte_characters
+
 from .gguf_experts import EXPERT_KEYS, own_name, with_stacked_experts
 from .gguf_special import rope_factors, special_keys, special_tensors
 
@@ -128,10 +130,7 @@ def _keys(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _vocabulary(size: int) -> dict[str, Any]:
     """A byte-level BPE with one merge; tokens beyond it are unused."""
-    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [i for i in range(256) if i not in letters]
-    characters = [chr(i) for i in letters] + [chr(256 + i) for i in range(len(rest))]
-    tokens = (characters + ['!"'] + [f"<unused{i}>" for i in range(size)])[:size]
+    tokens = (sorted(byte_characters()) + ['!"'] + [f"<unused{i}>" for i in range(size)])[:size]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",

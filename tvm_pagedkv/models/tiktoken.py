@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .gguf.tokenizer import SPLITS, merges_of
+from .byte_level import byte_characters, byte_level_bpe, merges_of
 from .json_files import read_json
+from .splitters import SPLITTERS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,7 +33,7 @@ def tiktoken_tokenizer(directory: Path) -> Tokenizer:
     ValueError
         If the file is damaged, or tokenizer_config.json is not Kimi's.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken
 
     file = directory / "tokenizer_config.json"
     fields = read_json(file) if file.is_file() else {}
@@ -43,16 +44,7 @@ def tiktoken_tokenizer(directory: Path) -> Tokenizer:
         )
     vocabulary = _vocabulary(directory / FILE)
     merges = merges_of(vocabulary, [-rank for rank in range(len(vocabulary))])
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    split = SPLITS["kimi-k2"]
-    assert isinstance(split, str)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(split), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level_bpe(vocabulary, merges, SPLITTERS["kimi-k2"])
     named = fields.get("added_tokens_decoder") or {}
     for index in range(len(vocabulary), len(vocabulary) + _NUM_SPECIAL):
         token = named.get(str(index), {"content": f"<|reserved_token_{index}|>"})
@@ -69,7 +61,7 @@ def _add(tokenizer: Tokenizer, added_token: Any, token: Mapping[str, Any]) -> No
 
 def _vocabulary(file: Path) -> dict[str, int]:
     """Return the tokens of a file, with a character for each byte, and their ranks."""
-    characters = _characters()
+    characters = byte_characters()
     found: dict[str, int] = {}
     for line in file.read_bytes().splitlines():
         try:
@@ -83,10 +75,3 @@ def _vocabulary(file: Path) -> dict[str, int]:
     if sorted(found.values()) != [*range(len(found))] or not found.keys() >= {*characters}:
         raise ValueError(f"{file} must have all bytes, and ranks from 0 on without gaps")
     return dict(sorted(found.items(), key=lambda item: item[1]))
-
-
-def _characters() -> list[str]:
-    """Return the character that stands for each byte in byte-level BPE, as GPT-2 began."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]

@@ -19,8 +19,9 @@ from .experts import NAMES
 from .fields import config_fields, num_extra_layers
 from .file import GgufFile
 from .metadata import Metadata
+from .special_tokens import end_tokens, named_tokens
 from .tensors import GgufTensors
-from .tokenizer import build_tokenizer, end_tokens, special_tokens
+from .tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,7 +109,7 @@ class GgufModel:
         if source is None:
             return None
         where = f"{self.path}: tokenizer.chat_template"
-        return ChatTemplate(source, special_tokens(self._metadata), where)
+        return ChatTemplate(source, named_tokens(self._metadata), where)
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that the model's makers recommend."""

@@ -65,6 +65,12 @@ def load_library(path: Path, target: Target) -> tvm.runtime.Module:
     one, so a library is loaded only if this CPU can run code for its target; else a ValueError.
     """
     require_runnable(target)
+    return _loaded(path)
+
+
+@functools.cache
+def _loaded(path: Path) -> tvm.runtime.Module:
+    """Load a library once: TVM keeps all that it ever loaded until the process ends."""
     return tvm.runtime.load_module(str(path))
 
 

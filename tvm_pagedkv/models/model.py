@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import tvm
-from tvm import relax
 from tvm.target import Target
 
 import tir_kernels
@@ -29,6 +28,7 @@ from .caches import Caches, cache_config, compile_kernels
 from .config import DecoderConfig
 from .decoder import build_module
 from .default_dtype import default_dtype
+from .machines import Machines
 from .options import BuildOptions, check_states, layer_budgets
 from .source import ModelSource, open_model
 from .static_scales import layer_scales
@@ -93,9 +93,8 @@ class DecoderModel:
         self.content_digest = "" if source is None else source.content_digest()
         self.fingerprint = "" if source is None else source.fingerprint()
         self._caches = Caches(config, options)
-        self._vm = relax.VirtualMachine(load_library(library, options.target), tvm.cpu())
-        names = ("embed", "prefill", "decode")
-        self._embed, self._prefill, self._decode = (self._vm[name] for name in names)
+        functions = ("embed", "prefill", "decode")
+        self._machines = Machines(load_library(library, options.target), functions)
 
     @classmethod
     def from_pretrained(
@@ -265,9 +264,9 @@ class DecoderModel:
         lengths = [len(part) for part in tokens]
         self._check_length(cache, seq_ids, lengths)
         rows = np.cumsum(lengths, dtype="int32") - 1
-        with cache.forward(seq_ids, lengths):
-            x = self._embed(tvm.runtime.tensor(ids), self.parameters)
-            logits = self._prefill(x, tvm.runtime.tensor(rows), cache, self.parameters)
+        with self._machines.borrow() as run, cache.forward(seq_ids, lengths):
+            x = run["embed"](tvm.runtime.tensor(ids), self.parameters)
+            logits = run["prefill"](x, tvm.runtime.tensor(rows), cache, self.parameters)
         return logits.numpy()
 
     def decode(self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
@@ -284,9 +283,9 @@ class DecoderModel:
         """
         ids = check_tokens("tokens", tokens, self.config.vocab_size)
         self._check_length(cache, seq_ids, [1] * len(ids))
-        with cache.forward(seq_ids, [1] * len(ids)):
-            x = self._embed(tvm.runtime.tensor(ids), self.parameters)
-            logits = self._decode(x, cache, self.parameters)
+        with self._machines.borrow() as run, cache.forward(seq_ids, [1] * len(ids)):
+            x = run["embed"](tvm.runtime.tensor(ids), self.parameters)
+            logits = run["decode"](x, cache, self.parameters)
         return logits.numpy()
 
     def logits(
@@ -313,9 +312,9 @@ class DecoderModel:
         flat = None if parents is None else [parent for tree in parents for parent in tree]
         depths = lengths if parents is None else [_depth(tree) for tree in parents]
         self._check_length(cache, seq_ids, depths)
-        with cache.forward(seq_ids, lengths, flat):
-            x = self._embed(tvm.runtime.tensor(ids), self.parameters)
-            logits = self._decode(x, cache, self.parameters)
+        with self._machines.borrow() as run, cache.forward(seq_ids, lengths, flat):
+            x = run["embed"](tvm.runtime.tensor(ids), self.parameters)
+            logits = run["decode"](x, cache, self.parameters)
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
 
     def _check_length(self, cache: KVCache, seq_ids: Sequence[int], lengths: Sequence[int]) -> None:

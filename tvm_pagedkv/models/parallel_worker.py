@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import tvm
 import tvm_ffi
-from tvm import relax
 
 from .._functions import global_function
 from ..cache import KVCache
 from ..compiler import load_library, resolve_target
 from ..distributed import Worker, current_worker
 from .caches import Caches
+from .machines import new_machine
 from .model import executable_file
 from .options import BuildOptions
 from .source import open_model
@@ -72,7 +72,7 @@ class ModelWorker:
         self.options = with_formats(options, self.config, tensors, weights)
         self.parameters = load_parameters(self.config, self.options, tensors, worker.shard)
         library = executable_file(self.config, self.options)
-        self.vm = relax.VirtualMachine(load_library(library, self.options.target), tvm.cpu())
+        self.vm = new_machine(load_library(library, self.options.target))
         self.make_caches = Caches(self.config, self.options)
         self.caches: dict[int, KVCache] = {}
         self.ids = count()

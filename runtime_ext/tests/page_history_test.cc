@@ -35,10 +35,15 @@ TEST_CASE("page history: find") {
   REQUIRE_EQ(pool.NumKeepers(3), 0);
   history.Clear(&pool);
   REQUIRE_EQ(history.size(), 0);
-  std::vector<int32_t> num_keepers(4, 0);
-  child.CountKeepers(pool, &num_keepers);
+  std::vector<int32_t> num_keepers(4, 0), num_returns(4, 0);
+  child.CountKeepers(pool, &num_keepers, &num_returns);
   REQUIRE_EQ(num_keepers, (std::vector<int32_t>{0, 1, 1, 0}));
+  REQUIRE_EQ(num_returns, num_keepers);
+  pool.CheckIntegrity({1, 0, 0, 0}, num_keepers, num_returns);
+  child.SetKeeper(Keeper::kLookup, &pool);
   pool.CheckIntegrity({1, 0, 0, 0}, num_keepers);
+  child.SetKeeper(Keeper::kReturn, &pool);
+  pool.CheckIntegrity({1, 0, 0, 0}, num_keepers, num_returns);
   child.CopyWithoutLast(history, 5, &pool);  // nothing
   child.Clear(&pool);
   pool.CheckIntegrity({1, 0, 0, 0}, {0, 0, 0, 0});
@@ -55,10 +60,10 @@ TEST_CASE("page history: a long text has a short history") {
     REQUIRE(history.size() <= 8);
   }
   for (int i = 1; i < 8; ++i) REQUIRE(history.Find(i, pool) >= 0);
-  std::vector<int32_t> num_keepers(8, 0), num_owners(8, 0);
+  std::vector<int32_t> num_keepers(8, 0), num_returns(8, 0), num_owners(8, 0);
   num_owners[first] = 1;
-  history.CountKeepers(pool, &num_keepers);
-  pool.CheckIntegrity(num_owners, num_keepers);
+  history.CountKeepers(pool, &num_keepers, &num_returns);
+  pool.CheckIntegrity(num_owners, num_keepers, num_returns);
 }
 
 }  // namespace

@@ -5,7 +5,11 @@
  */
 #include "state/pages/page_pool.h"
 
+#include <algorithm>
+#include <random>
 #include <set>
+#include <utility>
+#include <vector>
 
 #include "check.h"
 
@@ -100,6 +104,70 @@ TEST_CASE("page pool: keepers") {
   pool.Unallocate(0);  // was free this time
   REQUIRE_EQ(pool.num_free(), 1);
   pool.CheckIntegrity({0, 1, 1}, {0, 0, 0});
+}
+
+TEST_CASE("page pool: pages that sequences may return to are reclaimed last") {
+  PagePool pool(4);
+  for (int i = 0; i < 4; ++i) pool.Allocate();
+  for (int32_t page : {0, 1, 2, 3}) {
+    pool.AddKeeper(page, page < 2 ? Keeper::kReturn : Keeper::kLookup);
+    pool.Release(page);
+  }
+  REQUIRE_EQ(pool.cached_pages().List(), (std::vector<int32_t>{2, 3, 0, 1}));
+  REQUIRE_EQ(pool.num_spare(), 2);
+  REQUIRE_EQ(pool.NumForCopyOf(3), 2);
+  REQUIRE_EQ(pool.NumForCopyOf(1), 4);
+  pool.AddKeeper(2, Keeper::kReturn);
+  REQUIRE_EQ(pool.cached_pages().List(), (std::vector<int32_t>{3, 0, 1, 2}));
+  pool.CheckIntegrity({0, 0, 0, 0}, {1, 1, 2, 1}, {1, 1, 1, 0});
+  pool.AddKeeper(0);
+  pool.DropKeeper(0, Keeper::kReturn);  // in use until now
+  REQUIRE_EQ(pool.cached_pages().List(), (std::vector<int32_t>{3, 0, 1, 2}));
+  pool.DropKeeper(1, Keeper::kReturn);
+  REQUIRE_EQ(pool.Allocate(), 1);  // free
+  REQUIRE_EQ(pool.Allocate(), 3);
+  REQUIRE_EQ(pool.Allocate(), 0);
+  REQUIRE_EQ(pool.num_spare(), 0);
+  REQUIRE_EQ(pool.Allocate(), 2);
+  REQUIRE_EQ(pool.num_available(), 0);
+  pool.Unallocate(2);
+  REQUIRE_EQ(pool.num_spare(), 0);
+  REQUIRE(pool.IsForReturn(2));
+  pool.CheckIntegrity({1, 1, 0, 1}, {0, 0, 2, 0}, {0, 0, 1, 0});
+  REQUIRE_RAISES("RuntimeError", "page 2 counts 1 keepers that return to it but has 0",
+                 pool.CheckIntegrity({1, 1, 0, 1}, {0, 0, 2, 0}));
+}
+
+TEST_CASE("page pool: cached pages come in the order of rank and use") {
+  std::mt19937_64 engine(3);
+  CachedPages cached(40);
+  std::vector<std::pair<int, int32_t>> expected;  // rank and page, in the order of reclaiming
+  auto insert = [&](int rank, int32_t page, bool is_oldest) {
+    auto at = std::find_if(expected.begin(), expected.end(), [&](const auto& each) {
+      return is_oldest ? each.first >= rank : each.first > rank;
+    });
+    expected.insert(at, {rank, page});
+  };
+  for (int i = 0; i < 5000; ++i) {
+    const auto page = static_cast<int32_t>(engine() % 40);
+    const auto rank = static_cast<int>(engine() % 3);
+    const auto at = std::find_if(expected.begin(), expected.end(),
+                                 [&](const auto& each) { return each.second == page; });
+    REQUIRE_EQ(cached.Contains(page), at != expected.end());
+    if (at == expected.end()) {
+      const bool is_oldest = engine() % 4 == 0;
+      const auto byte = static_cast<uint8_t>(rank);
+      is_oldest ? cached.InsertOldest(page, byte) : cached.Insert(page, byte);
+      insert(rank, page, is_oldest);
+    } else {
+      cached.Remove(page);
+      expected.erase(at);
+    }
+    std::vector<int32_t> pages;
+    for (const auto& each : expected) pages.push_back(each.second);
+    REQUIRE_EQ(cached.List(), pages);
+    if (!pages.empty()) REQUIRE_EQ(cached.first(), pages.front());
+  }
 }
 
 TEST_CASE("page pool: owners") {

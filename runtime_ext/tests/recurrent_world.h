@@ -108,6 +108,7 @@ class World {
   int64_t num_dropped() const { return num_dropped_; }
   int64_t num_reused() const { return table_.prefixes().counts().reused_tokens; }
   const PrefixIndex::Counts& counts() const { return table_.prefixes().counts(); }
+  int64_t num_reclaimed() const { return table_.pool(kIngredients).num_reclaimed(); }
   bool HasReclaimedState() const { return table_.pool(kNumGroups).num_reclaimed() > 0; }
 
  private:

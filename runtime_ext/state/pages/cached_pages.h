@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cached_pages.h
- * \brief A list of the cached pages of a pool, least recently used first.
+ * \brief The cached pages of a pool, in the order in which they are reclaimed.
  *
- * A doubly linked list in an array with an element per page: every operation takes constant time
- * and none allocates memory after construction.
+ * Pages of a lower rank go first, and among those of one rank the least recently used one. This is
+ * a heap in an array: an insertion of the most recently used page takes constant time, any other
+ * operation logarithmic time at most, and none allocates memory after construction.
  */
 #ifndef TVM_PAGEDKV_STATE_PAGES_CACHED_PAGES_H_
 #define TVM_PAGEDKV_STATE_PAGES_CACHED_PAGES_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -17,49 +19,77 @@ namespace pagedkv {
 
 class CachedPages {
  public:
-  explicit CachedPages(int32_t num_pages)
-      : links_(static_cast<size_t>(num_pages) + 1, {kNone, kNone}), end_(num_pages) {
-    links_[end_] = {end_, end_};
-  }
+  explicit CachedPages(int32_t num_pages) : places_(num_pages, kNone) { heap_.reserve(num_pages); }
 
-  int32_t size() const { return size_; }
-  bool Contains(int32_t page) const { return links_[page].next != kNone; }
-  /*! \brief The least recently used page; there must be one. */
-  int32_t oldest() const { return links_[end_].next; }
-  /*! \brief All pages, least recently used first. */
+  int32_t size() const { return static_cast<int32_t>(heap_.size()); }
+  bool Contains(int32_t page) const { return places_[page] != kNone; }
+  /*! \brief The page that is reclaimed next; there must be one. */
+  int32_t first() const { return heap_.front().page; }
+  /*! \brief All pages, in the order in which they are reclaimed. */
   std::vector<int32_t> List() const {
+    std::vector<Entry> entries = heap_;
+    std::sort(entries.begin(), entries.end(),
+              [](const Entry& a, const Entry& b) { return a.key < b.key; });
     std::vector<int32_t> pages;
-    for (int32_t page = oldest(); page != end_; page = links_[page].next) pages.push_back(page);
+    for (const Entry& entry : entries) pages.push_back(entry.page);
     return pages;
   }
 
-  /*! \brief Adds a page as the most recently used one. */
-  void Insert(int32_t page) { Link(page, links_[end_].prev, end_); }
-  /*! \brief Adds a page as the least recently used one: undoes Remove(oldest()). */
-  void InsertOldest(int32_t page) { Link(page, end_, links_[end_].next); }
+  /*! \brief Adds a page as the most recently used one of its rank. */
+  void Insert(int32_t page, uint8_t rank = 0) { Add(page, KeyOf(rank, ++newest_)); }
+  /*! \brief Adds a page as the least recently used one of its rank: undoes Remove(first()). */
+  void InsertOldest(int32_t page, uint8_t rank = 0) { Add(page, KeyOf(rank, --oldest_)); }
   void Remove(int32_t page) {
-    const Links links = links_[page];
-    links_[links.prev].next = links.next;
-    links_[links.next].prev = links.prev;
-    links_[page] = {kNone, kNone};
-    --size_;
+    const auto place = static_cast<size_t>(places_[page]);
+    places_[page] = kNone;
+    const Entry last = heap_.back();
+    heap_.pop_back();
+    if (place < heap_.size()) Move(place, last);
+  }
+  /*! \brief Gives a page another rank; it was used when it was. */
+  void SetRank(int32_t page, uint8_t rank) {
+    const auto place = static_cast<size_t>(places_[page]);
+    constexpr uint64_t kUse = (uint64_t{1} << kUseBits) - 1;
+    Move(place, {uint64_t{rank} << kUseBits | (heap_[place].key & kUse), page});
   }
 
  private:
   static constexpr int32_t kNone = -1;
-  struct Links {
-    int32_t prev, next;
+  static constexpr int kUseBits = 56;
+  struct Entry {
+    uint64_t key;  // the rank, then a number that grows from use to use
+    int32_t page;
   };
 
-  void Link(int32_t page, int32_t prev, int32_t next) {
-    links_[page] = {prev, next};
-    links_[prev].next = links_[next].prev = page;
-    ++size_;
+  static uint64_t KeyOf(uint8_t rank, uint64_t use) { return uint64_t{rank} << kUseBits | use; }
+  void Add(int32_t page, uint64_t key) {
+    heap_.push_back({key, page});
+    Move(heap_.size() - 1, {key, page});
+  }
+  void Put(size_t place, const Entry& entry) {
+    heap_[place] = entry;
+    places_[entry.page] = static_cast<int32_t>(place);
+  }
+  /*! \brief Puts an entry into an empty place, or near it where the order asks for it. */
+  void Move(size_t place, const Entry& entry) {
+    while (place > 0 && entry.key < heap_[(place - 1) / 2].key) {
+      Put(place, heap_[(place - 1) / 2]);
+      place = (place - 1) / 2;
+    }
+    for (;;) {
+      size_t child = 2 * place + 1;
+      if (child >= heap_.size()) break;
+      if (child + 1 < heap_.size() && heap_[child + 1].key < heap_[child].key) ++child;
+      if (entry.key < heap_[child].key) break;
+      Put(place, heap_[child]);
+      place = child;
+    }
+    Put(place, entry);
   }
 
-  std::vector<Links> links_;  // [num_pages + 1]; the last element is the sentinel
-  int32_t end_;
-  int32_t size_ = 0;
+  std::vector<Entry> heap_;      // no entry has a smaller key than the one at half its index
+  std::vector<int32_t> places_;  // [page] in the heap
+  uint64_t newest_ = uint64_t{1} << (kUseBits - 1), oldest_ = newest_;
 };
 
 }  // namespace pagedkv

@@ -18,6 +18,15 @@ constexpr size_t kInitialCapacity = 32;  // so that steps seldom allocate
 
 }  // namespace
 
+void PageHistory::SetKeeper(Keeper keeper, PagePool* pool) noexcept {
+  for (size_t i = begin_; i < entries_.size() && keeper != keeper_; ++i) {
+    if (!IsKnown(entries_[i], *pool)) continue;
+    pool->AddKeeper(entries_[i].page, keeper);
+    pool->DropKeeper(entries_[i].page, keeper_);
+  }
+  keeper_ = keeper;
+}
+
 void PageHistory::Append(int32_t page, PagePool* pool) noexcept {
   // Pages are mostly reclaimed in the order in which they were added, so stale ones are in front.
   while (size() > 0 && !IsKnown(entries_[begin_], *pool)) DropFirst(pool);
@@ -32,19 +41,19 @@ void PageHistory::Append(int32_t page, PagePool* pool) noexcept {
   } catch (const std::bad_alloc&) {
     return Clear(pool);  // a later pop or fork reports the pages as reclaimed
   }
-  pool->AddKeeper(page);
+  pool->AddKeeper(page, keeper_);
 }
 
 void PageHistory::DropFirst(PagePool* pool) noexcept {
   const Entry& entry = entries_[begin_++];
-  if (IsKnown(entry, *pool)) pool->DropKeeper(entry.page);
+  if (IsKnown(entry, *pool)) pool->DropKeeper(entry.page, keeper_);
 }
 
 void PageHistory::DropLast(int64_t count, PagePool* pool) noexcept {
   for (count = std::min(count, size()); count > 0; --count) {
     const Entry entry = entries_.back();
     entries_.pop_back();
-    if (IsKnown(entry, *pool)) pool->DropKeeper(entry.page);
+    if (IsKnown(entry, *pool)) pool->DropKeeper(entry.page, keeper_);
   }
   if (size() > 0) return;
   entries_.clear();
@@ -53,6 +62,7 @@ void PageHistory::DropLast(int64_t count, PagePool* pool) noexcept {
 
 void PageHistory::CopyWithoutLast(const PageHistory& other, int64_t count,
                                   PagePool* pool) noexcept {
+  keeper_ = other.keeper_;
   const int64_t num_copied = other.size() - count;
   if (num_copied <= 0) return;
   const auto begin = other.entries_.begin() + static_cast<ptrdiff_t>(other.begin_);
@@ -63,11 +73,12 @@ void PageHistory::CopyWithoutLast(const PageHistory& other, int64_t count,
   }
   begin_ = 0;
   for (const Entry& entry : entries_) {
-    if (IsKnown(entry, *pool)) pool->AddKeeper(entry.page);
+    if (IsKnown(entry, *pool)) pool->AddKeeper(entry.page, keeper_);
   }
 }
 
-void PageHistory::CountKeepers(const PagePool& pool, std::vector<int32_t>* num_keepers) const {
+void PageHistory::CountKeepers(const PagePool& pool, std::vector<int32_t>* num_keepers,
+                               std::vector<int32_t>* num_returns) const {
   for (size_t i = begin_; i < entries_.size(); ++i) {
     const Entry& entry = entries_[i];
     if (entry.page < 0 || entry.page >= pool.num_pages() ||
@@ -76,6 +87,7 @@ void PageHistory::CountKeepers(const PagePool& pool, std::vector<int32_t>* num_k
             ", which never was");
     }
     (*num_keepers)[entry.page] += IsKnown(entry, pool);
+    (*num_returns)[entry.page] += IsKnown(entry, pool) && keeper_ == Keeper::kReturn;
   }
 }
 

@@ -6,6 +6,9 @@
  * A history owns no page. It stores page ids with their generation and is a keeper of each page, so
  * it can tell which pages were reclaimed. It holds the pages right before the first page of the
  * sequence, without gaps, and is never longer than the pool.
+ *
+ * Its pages are reclaimed after those that no running sequence may return to, in pools that have
+ * room for whole texts. In others they would displace what is of more use.
  */
 #ifndef TVM_PAGEDKV_STATE_PAGES_PAGE_HISTORY_H_
 #define TVM_PAGEDKV_STATE_PAGES_PAGE_HISTORY_H_
@@ -36,7 +39,10 @@ class PageHistory {
     return IsKnown(entry, pool) ? entry.page : -1;
   }
 
-  /*! \brief Adds a page that the sequence still owns and is about to retire. */
+  Keeper keeper() const { return keeper_; }
+  /*! \brief Keeps all pages as this. */
+  void SetKeeper(Keeper keeper, PagePool* pool) noexcept;
+  /*! \brief Adds a page that the sequence still owns and is about to retire, or that is cached. */
   void Append(int32_t page, PagePool* pool) noexcept;
   /*! \brief Forgets the last `count` pages, or all. */
   void DropLast(int64_t count, PagePool* pool) noexcept;
@@ -44,8 +50,13 @@ class PageHistory {
   /*! \brief Copies all but the last `count` pages of another history; this one must be empty. */
   void CopyWithoutLast(const PageHistory& other, int64_t count, PagePool* pool) noexcept;
 
-  /*! \brief Adds this history to the keepers of each page. \throws Error (RuntimeError). */
-  void CountKeepers(const PagePool& pool, std::vector<int32_t>* num_keepers) const;
+  /*!
+   * \brief Adds this history to the keepers of each page.
+   * \param num_returns Of them, those that are Keeper::kReturn.
+   * \throws Error (RuntimeError).
+   */
+  void CountKeepers(const PagePool& pool, std::vector<int32_t>* num_keepers,
+                    std::vector<int32_t>* num_returns) const;
 
  private:
   static bool IsKnown(const Entry& entry, const PagePool& pool) {
@@ -55,6 +66,7 @@ class PageHistory {
 
   std::vector<Entry> entries_;
   size_t begin_ = 0;  // entries before it are dropped; they are erased now and then
+  Keeper keeper_ = Keeper::kReturn;
 };
 
 }  // namespace pagedkv

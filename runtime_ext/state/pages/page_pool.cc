@@ -18,14 +18,15 @@ PagePool::PagePool(int32_t num_pages)
 }
 
 int32_t PagePool::Reclaim() {
-  const int32_t page = cached_.oldest();
+  const int32_t page = cached_.first();
   if (observer_ != nullptr) observer_->BeforeReclaim(page);
-  cached_.Remove(page);
+  Uncache(page);
   ref_counts_[page] = 1;
   Content& content = contents_[page];
   ++content.generation;
   content.reclaimed_keepers = content.num_keepers;
-  content.num_keepers = 0;
+  content.reclaimed_returns = content.num_returns;
+  content.num_keepers = content.num_returns = 0;
   ++num_reclaimed_;
   return page;
 }
@@ -36,9 +37,11 @@ void PagePool::Unallocate(int32_t page) {
   if (content.reclaimed_keepers == kNotReclaimed) return free_.push_back(page);
   --content.generation;
   content.num_keepers = content.reclaimed_keepers;
+  content.num_returns = content.reclaimed_returns;
   content.reclaimed_keepers = kNotReclaimed;
   --num_reclaimed_;
-  cached_.InsertOldest(page);
+  cached_.InsertOldest(page, RankOf(page));
+  num_cached_for_return_ += IsForReturn(page);
 }
 
 void PagePool::AddOwner(int32_t page) {
@@ -46,7 +49,7 @@ void PagePool::AddOwner(int32_t page) {
   if (count == 2) ++num_shared_;
   num_sharing_changes_ += count > 1;
   if (count > 1) return;
-  cached_.Remove(page);
+  Uncache(page);
   num_held_and_kept_ += contents_[page].num_keepers > 0;
 }
 
@@ -62,7 +65,8 @@ bool PagePool::DropOwner(int32_t page) {
 void PagePool::Release(int32_t page) {
   if (!DropOwner(page)) return;
   if (contents_[page].num_keepers > 0) {
-    cached_.Insert(page);
+    cached_.Insert(page, RankOf(page));
+    num_cached_for_return_ += IsForReturn(page);
   } else {
     Free(page);
   }
@@ -79,26 +83,32 @@ void PagePool::Free(int32_t page) {
   free_.push_back(page);  // within the capacity that the constructor reserved
 }
 
-void PagePool::AddKeeper(int32_t page) {
+void PagePool::AddKeeper(int32_t page, Keeper keeper) {
   const int32_t count = ++contents_[page].num_keepers;
-  num_held_and_kept_ += count == 1 && ref_counts_[page] > 0;
+  const bool is_held = ref_counts_[page] > 0;
+  num_held_and_kept_ += count == 1 && is_held;
+  if (keeper != Keeper::kReturn || ++contents_[page].num_returns > 1 || is_held) return;
+  ++num_cached_for_return_;
+  cached_.SetRank(page, RankOf(page));
 }
 
-void PagePool::DropKeeper(int32_t page) {
+void PagePool::DropKeeper(int32_t page, Keeper keeper) {
   const int32_t left = --contents_[page].num_keepers;
-  if (left > 0) return;
+  const bool was_last_return = keeper == Keeper::kReturn && --contents_[page].num_returns == 0;
   if (ref_counts_[page] > 0) {
-    --num_held_and_kept_;
-  } else {
-    cached_.Remove(page);
-    Free(page);
+    num_held_and_kept_ -= left == 0;
+    return;
   }
+  num_cached_for_return_ -= was_last_return;
+  if (left > 0 && !was_last_return) return;
+  cached_.Remove(page);
+  left > 0 ? cached_.Insert(page, RankOf(page)) : Free(page);
 }
 
 void PagePool::Overwrite(int32_t page) {
   Content& content = contents_[page];
   if (content.num_keepers == 0) return;
-  content.num_keepers = 0;
+  content.num_keepers = content.num_returns = 0;
   ++content.generation;
   ++num_reclaimed_;
   --num_held_and_kept_;
@@ -121,7 +131,10 @@ void PagePool::CheckLists(const std::vector<int32_t>& num_owners) const {
   if (static_cast<int32_t>(cached.size()) != num_cached()) {
     Raise(kRuntimeError, "the pool counts ", num_cached(), " cached pages but has ", cached.size());
   }
+  uint8_t rank = 0;
   for (int32_t page : cached) {
+    if (RankOf(page) < rank) Raise(kRuntimeError, "the cached page ", page, " is out of order");
+    rank = RankOf(page);
     is_cached[page] = true;
     if (NumKeepers(page) == 0)
       Raise(kRuntimeError, "the cached page ", page, " cannot be found by anything");
@@ -136,8 +149,9 @@ void PagePool::CheckLists(const std::vector<int32_t>& num_owners) const {
 }
 
 void PagePool::CheckIntegrity(const std::vector<int32_t>& num_owners,
-                              const std::vector<int32_t>& num_keepers) const {
-  int32_t num_shared = 0, num_held_and_kept = 0;
+                              const std::vector<int32_t>& num_keepers,
+                              const std::vector<int32_t>& num_returns) const {
+  int32_t num_shared = 0, num_held_and_kept = 0, num_cached_for_return = 0;
   for (int32_t page = 0; page < num_pages(); ++page) {
     if (ref_counts_[page] != num_owners[page]) {
       Raise(kRuntimeError, "page ", page, " counts ", ref_counts_[page], " owners but has ",
@@ -147,10 +161,19 @@ void PagePool::CheckIntegrity(const std::vector<int32_t>& num_owners,
       Raise(kRuntimeError, "page ", page, " counts ", NumKeepers(page), " keepers but has ",
             num_keepers[page]);
     }
+    if (contents_[page].num_returns != num_returns[page]) {
+      Raise(kRuntimeError, "page ", page, " counts ", contents_[page].num_returns,
+            " keepers that return to it but has ", num_returns[page]);
+    }
+    num_cached_for_return += cached_.Contains(page) && num_returns[page] > 0;
     num_shared += num_owners[page] > 1;
     num_held_and_kept += num_owners[page] > 0 && num_keepers[page] > 0;
   }
   CheckLists(num_owners);
+  if (num_cached_for_return != num_cached_for_return_) {
+    Raise(kRuntimeError, "the pool counts ", num_cached_for_return_,
+          " cached pages that sequences may return to, but has ", num_cached_for_return);
+  }
   if (num_shared != num_shared_ || num_held_and_kept != num_held_and_kept_) {
     Raise(kRuntimeError, "the pool counts ", num_shared_, " shared pages and ", num_held_and_kept_,
           " held ones with keepers, but has ", num_shared, " and ", num_held_and_kept);

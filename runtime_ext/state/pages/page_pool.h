@@ -11,12 +11,13 @@
  *
  * A page is *held* while it has owners, *cached* when it has none but keepers, and *free*
  * otherwise. Free and cached pages are available: Allocate takes free pages first, then
- * reclaims the least recently used cached page. The *generation* of a page changes whenever its
- * content is given up, so a pair (page, generation) tells later whether the content is still there.
+ * reclaims a cached page. The *generation* of a page changes whenever its content is given up, so a
+ * pair (page, generation) tells later whether the content is still there.
  *
  * *Keepers* can find a page without owning it: histories of sequences and the prefix tree. A page
  * with keepers becomes cached instead of free, and it is copied before its owner overwrites it, if
- * there is room.
+ * there is room. Pages that running sequences may return to are reclaimed last, the others in the
+ * order of their last use.
  *
  * A pool knows page ids and not their content. No call allocates memory after construction.
  */
@@ -39,6 +40,12 @@ class PageObserver {
   virtual void BeforeReclaim(int32_t page) noexcept = 0;
 };
 
+/*! \brief Why a keeper wants to find a page. */
+enum class Keeper : uint8_t {
+  kLookup,  // a text, or a history that the pool has no room for
+  kReturn,  // a fork or pop of a running sequence may need it
+};
+
 class PagePool {
  public:
   explicit PagePool(int32_t num_pages);
@@ -48,6 +55,8 @@ class PagePool {
   int32_t num_cached() const { return cached_.size(); }
   /*! \brief Pages that Allocate can hand out. */
   int32_t num_available() const { return num_free() + num_cached(); }
+  /*! \brief Those of them that no running sequence may return to. */
+  int32_t num_spare() const { return num_available() - num_cached_for_return_; }
   /*! \brief Pages with owners. */
   int32_t num_used() const { return num_pages() - num_available(); }
   /*! \brief Pages with more than one owner. */
@@ -60,6 +69,12 @@ class PagePool {
   int64_t num_sharing_changes() const { return num_sharing_changes_; }
   int32_t RefCount(int32_t page) const { return ref_counts_[page]; }
   int32_t NumKeepers(int32_t page) const { return contents_[page].num_keepers; }
+  /*! \brief Whether a running sequence may return to the page. */
+  bool IsForReturn(int32_t page) const { return contents_[page].num_returns > 0; }
+  /*! \brief The pages that may be taken to copy this page, which has keepers. */
+  int32_t NumForCopyOf(int32_t page) const {
+    return IsForReturn(page) ? num_available() : num_spare();
+  }
   uint64_t Generation(int32_t page) const { return contents_[page].generation; }
   const std::vector<int32_t>& free_pages() const { return free_; }
   const CachedPages& cached_pages() const { return cached_; }
@@ -89,10 +104,13 @@ class PagePool {
   /*! \brief Releases the pages of a list from index `keep` on, the last one first. */
   void ReleaseFrom(size_t keep, std::vector<int32_t>* pages);
 
-  void AddKeeper(int32_t page);
-  /*! \brief Removes a keeper of the page's current generation. A cached page without becomes free.
+  void AddKeeper(int32_t page, Keeper keeper = Keeper::kLookup);
+  /*!
+   * \brief Removes a keeper of the page's current generation. A cached page without becomes free.
+   *
+   * A cached page that no sequence returns to any more was in use until now.
    */
-  void DropKeeper(int32_t page);
+  void DropKeeper(int32_t page, Keeper keeper = Keeper::kLookup);
   /*! \brief Drops all keepers of a held page, because its owner will overwrite it. */
   void Overwrite(int32_t page);
 
@@ -104,21 +122,38 @@ class PagePool {
 
   /*!
    * \brief Compares the state with the owners and keepers that a caller has counted for each page.
+   * \param num_returns Of the keepers, those that are Keeper::kReturn.
    * \throws Error (RuntimeError) that says what is broken.
    */
   void CheckIntegrity(const std::vector<int32_t>& num_owners,
-                      const std::vector<int32_t>& num_keepers) const;
+                      const std::vector<int32_t>& num_keepers,
+                      const std::vector<int32_t>& num_returns) const;
+  /*! \brief The same where no keeper is Keeper::kReturn. */
+  void CheckIntegrity(const std::vector<int32_t>& num_owners,
+                      const std::vector<int32_t>& num_keepers) const {
+    CheckIntegrity(num_owners, num_keepers, std::vector<int32_t>(num_owners.size(), 0));
+  }
 
  private:
   static constexpr int32_t kNotReclaimed = -1;
+  static constexpr uint8_t kReturnRank = 255;
   struct Content {
     uint64_t generation = 0;
     int32_t num_keepers = 0;
-    int32_t reclaimed_keepers = kNotReclaimed;  // keepers that Allocate dropped, for Unallocate
+    int32_t num_returns = 0;  // of the keepers
+    // What Allocate dropped, for Unallocate.
+    int32_t reclaimed_keepers = kNotReclaimed;
+    int32_t reclaimed_returns = 0;
   };
 
   int32_t Reclaim();
   void Free(int32_t page);
+  uint8_t RankOf(int32_t page) const { return IsForReturn(page) ? kReturnRank : 0; }
+  /*! \brief Takes a page out of the cached ones. */
+  void Uncache(int32_t page) {
+    cached_.Remove(page);
+    num_cached_for_return_ -= IsForReturn(page);
+  }
   /*! \brief Removes an owner. \return Whether it was the last one. */
   bool DropOwner(int32_t page);
   void CheckLists(const std::vector<int32_t>& num_owners) const;
@@ -129,6 +164,7 @@ class PagePool {
   CachedPages cached_;
   int32_t num_shared_ = 0;
   int32_t num_held_and_kept_ = 0;
+  int32_t num_cached_for_return_ = 0;
   int64_t num_reclaimed_ = 0;
   int64_t num_sharing_changes_ = 0;
   PageObserver* observer_ = nullptr;

@@ -206,10 +206,12 @@ bool ForwardPlan::WritesToKeptPage(int32_t group, size_t item) const {
 /*! \brief Copies last pages with keepers instead of overwriting them, while there is room. */
 void ForwardPlan::CopyKeptLastPages(int32_t group) {
   GroupPages& pages = groups_[group];
-  const int64_t num_left = table_->pool(group).num_available() - pages.offsets.back();
+  const PagePool& pool = table_->pool(group);
+  const int64_t num_needed = pages.offsets.back();
   int64_t num_copied = 0;
   for (size_t i = 0; i < items_.size(); ++i) {
-    if (num_copied < num_left && WritesToKeptPage(group, i)) {
+    if (WritesToKeptPage(group, i) &&
+        num_needed + num_copied < pool.NumForCopyOf(items_[i].sequence->pages[group].back())) {
       --pages.kept[i];
       ++num_copied;
     }

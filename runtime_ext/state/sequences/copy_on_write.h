@@ -28,7 +28,7 @@ struct PageCopy {
 /*! \brief Whether to copy a page before a write, when `num_others` pages are taken before it. */
 inline bool ShouldCopy(const PagePool& pool, int32_t page, int64_t num_others) {
   return pool.RefCount(page) > 1 ||
-         (pool.NumKeepers(page) > 0 && num_others < pool.num_available());
+         (pool.NumKeepers(page) > 0 && num_others < pool.NumForCopyOf(page));
 }
 
 class CopyOnWrite {

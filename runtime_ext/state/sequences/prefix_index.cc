@@ -72,6 +72,27 @@ void PrefixIndex::TakePages(Sequence* sequence, int64_t length,
   }
 }
 
+void PrefixIndex::TakeHistories(Sequence* sequence) noexcept {
+  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+    const int64_t end = sequence->first_pages[g];
+    int64_t first = end;
+    while (first > 0 && search_.IsInPool(first - 1, g)) --first;
+    for (; first < end; ++first) {
+      sequence->histories[g].Append(search_.StoredAt(first, g).page, &(*pools_)[g]);
+    }
+  }
+  for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
+    const int32_t pool = geometry_->StatePool(s);
+    const int64_t end = sequence->states[s].first_page;
+    int64_t first = end;
+    while (first > 0 && search_.IsInPool(geometry_->TextPageOfState(s, first - 1), pool)) --first;
+    for (; first < end; ++first) {
+      const int64_t index = geometry_->TextPageOfState(s, first);
+      sequence->states[s].history.Append(search_.StoredAt(index, pool).page, &(*pools_)[pool]);
+    }
+  }
+}
+
 int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpan tokens,
                            std::vector<PageLoad>* loads) {
   counts_before_ = counts_;
@@ -90,6 +111,7 @@ int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpa
     throw;
   }
   TakePages(sequence, length, loads);
+  TakeHistories(sequence);
   // Pages behind the end of the tree's path are added when they have their content.
   const int64_t num_pages = std::min(length / geometry_->page_size(), search_.num_whole());
   record->cursor = tree_.EnterAt(search_.path().node, num_pages);

@@ -170,6 +170,8 @@ class PrefixIndex {
   /*! \brief Searches, and pins what is to be loaded. */
   int64_t FindAndPin(const std::string& salt, TokenSpan tokens, std::vector<PageLoad>* loads);
   void TakePages(Sequence* sequence, int64_t length, std::vector<PageLoad>* loads) noexcept;
+  /*! \brief Notes pages of the pools before those of the hit, for forks and pops. */
+  void TakeHistories(Sequence* sequence) noexcept;
   void CountLoads(int64_t length, const std::vector<PageLoad>& loads);
   void CountHits(const TokenRecord& record) noexcept;
   void Unpin(const std::vector<PageLoad>& loads) noexcept;

@@ -123,8 +123,7 @@ void RecurrentStates::RestoreReplaced(Sequence* sequence) const noexcept {
 }
 
 void RecurrentStates::CheckIntegrity(const Sequence& sequence, int32_t s,
-                                     std::vector<int32_t>* num_owners,
-                                     std::vector<int32_t>* num_keepers) const {
+                                     const PageCounts& counts) const {
   const SequenceStates& states = sequence.states[s];
   const int64_t end_page = (states.length + interval(s) - 1) / interval(s);
   const int64_t text_length = sequence.window.TextLength(sequence.committed_length());
@@ -141,22 +140,21 @@ void RecurrentStates::CheckIntegrity(const Sequence& sequence, int32_t s,
           states.history.size(), " noted), and ingredients from position ", first_ingredients,
           " on");
   }
-  Count(states, sequence, s, num_owners, num_keepers);
+  Count(states, sequence, s, counts);
   const bool has_replaced = sequence.receive != nullptr && sequence.receive->states[s].has_value();
-  if (has_replaced) Count(*sequence.receive->states[s], sequence, s, num_owners, num_keepers);
+  if (has_replaced) Count(*sequence.receive->states[s], sequence, s, counts);
 }
 
 void RecurrentStates::Count(const SequenceStates& states, const Sequence& sequence, int32_t s,
-                            std::vector<int32_t>* num_owners,
-                            std::vector<int32_t>* num_keepers) const {
+                            const PageCounts& counts) const {
   for (int32_t page : states.pages) {
     if (page < 0 || page >= pool(s).num_pages()) {
       Raise(kRuntimeError, "sequence ", sequence.id, " has state page ", page,
             ", which is out of range");
     }
-    ++(*num_owners)[page];
+    ++(*counts.num_owners)[page];
   }
-  states.history.CountKeepers(pool(s), num_keepers);
+  states.history.CountKeepers(pool(s), counts.num_keepers, counts.num_returns);
 }
 
 }  // namespace pagedkv

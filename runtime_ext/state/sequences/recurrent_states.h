@@ -50,6 +50,13 @@ int64_t LastStateBefore(const PageGeometry& geometry, int32_t state_group, int64
 
 class RecurrentStates {
  public:
+  /*! \brief [page] what checks of the integrity count; see PagePool::CheckIntegrity. */
+  struct PageCounts {
+    std::vector<int32_t>* num_owners;
+    std::vector<int32_t>* num_keepers;
+    std::vector<int32_t>* num_returns;
+  };
+
   /*! \brief Both must outlive this. */
   RecurrentStates(const PageGeometry* geometry, std::vector<PagePool>* pools)
       : geometry_(geometry), pools_(pools) {}
@@ -89,14 +96,13 @@ class RecurrentStates {
 
   /*! \throws Error (RuntimeError) that names the broken invariant; else counts owners and keepers.
    */
-  void CheckIntegrity(const Sequence& sequence, int32_t s, std::vector<int32_t>* num_owners,
-                      std::vector<int32_t>* num_keepers) const;
+  void CheckIntegrity(const Sequence& sequence, int32_t s, const PageCounts& counts) const;
 
  private:
   PagePool& pool(int32_t s) const { return (*pools_)[geometry_->StatePool(s)]; }
   void Release(SequenceStates* states, int32_t s) const noexcept;
   void Count(const SequenceStates& states, const Sequence& sequence, int32_t s,
-             std::vector<int32_t>* num_owners, std::vector<int32_t>* num_keepers) const;
+             const PageCounts& counts) const;
   int64_t interval(int32_t s) const { return geometry_->state_group(s).interval; }
 
   const PageGeometry* geometry_;

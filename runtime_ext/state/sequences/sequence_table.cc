@@ -41,8 +41,11 @@ void RequireWritten(const Sequence& sequence, int64_t end, const char* what) {
 SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
                              const std::vector<int32_t>& num_pages, std::vector<int64_t> windows,
                              std::vector<StateGroup> state_groups,
-                             const std::vector<int32_t>& num_states)
+                             const std::vector<int32_t>& num_states, int64_t capacity_pages)
     : max_num_sequences_(max_num_sequences),
+      capacity_pages_(capacity_pages >= 0 ? capacity_pages
+                      : num_pages.empty() ? 0
+                                          : *std::max_element(num_pages.begin(), num_pages.end())),
       geometry_(page_size, num_pages.size(), std::move(windows), std::move(state_groups)),
       pools_(MakePools(num_pages, num_states)),
       pins_(&pools_),
@@ -101,7 +104,14 @@ Sequence* SequenceTable::Insert(int64_t id) {
     Sequences::node_type node = std::move(spare_.back());
     spare_.pop_back();
     node.key() = node.mapped().id = id;
-    return &sequences_.insert(std::move(node)).position->second;
+    Sequence* sequence = &sequences_.insert(std::move(node)).position->second;
+    for (int32_t g = 0; g < num_groups(); ++g) {
+      sequence->histories[g].SetKeeper(KeeperOf(g), &pools_[g]);
+    }
+    for (int32_t s = 0; s < num_state_groups(); ++s) {
+      sequence->states[s].history.SetKeeper(Keeper::kReturn, &pools_[geometry_.StatePool(s)]);
+    }
+    return sequence;
   }
   Sequence sequence;
   sequence.id = id;
@@ -109,6 +119,9 @@ Sequence* SequenceTable::Insert(int64_t id) {
   sequence.pages.resize(num_groups);
   sequence.first_pages.resize(num_groups, 0);
   sequence.histories.resize(num_groups);
+  for (int32_t g = 0; g < geometry_.num_groups(); ++g) {
+    sequence.histories[g].SetKeeper(KeeperOf(g), &pools_[g]);
+  }
   sequence.states.resize(static_cast<size_t>(num_state_groups()));
   return &sequences_.emplace(id, std::move(sequence)).first->second;
 }
@@ -154,9 +167,9 @@ void SequenceTable::RemoveOne(int64_t id) {
   FinishReceive(&sequence);
   prefixes_.Finish(&sequence);
   for (int32_t g = 0; g < num_groups(); ++g) {
-    sequence.histories[g].Clear(&pools_[g]);
     // From the end, so that the beginning, which other texts may share, is reclaimed last.
     pools_[g].ReleaseFrom(0, &sequence.pages[g]);
+    sequence.histories[g].Clear(&pools_[g]);
   }
   states_.Release(&sequence);
   total_length_ -= sequence.length;

@@ -36,10 +36,12 @@ class SequenceTable {
    * \param windows Window of each layer group, as PageGeometry takes it; 0 for none.
    * \param state_groups States of recurrent layers.
    * \param num_states Pages of each state group.
+   * \param capacity_pages Pages of all texts that the cache has room for; -1: those of the largest
+   *   pool. A smaller pool has no room for the histories of all running sequences.
    */
   SequenceTable(int64_t max_num_sequences, int32_t page_size, const std::vector<int32_t>& num_pages,
                 std::vector<int64_t> windows = {}, std::vector<StateGroup> state_groups = {},
-                const std::vector<int32_t>& num_states = {});
+                const std::vector<int32_t>& num_states = {}, int64_t capacity_pages = -1);
 
   /*! \brief Other classes point into a table. */
   SequenceTable(const SequenceTable&) = delete;
@@ -183,6 +185,10 @@ class SequenceTable {
 
  private:
   Sequence* Insert(int64_t id);
+  /*! \brief As what the histories of a sequence without a window keep their pages. */
+  Keeper KeeperOf(int32_t group) const {
+    return pools_[group].num_pages() < capacity_pages_ ? Keeper::kLookup : Keeper::kReturn;
+  }
   void RequireArrived(const Sequence& sequence) const;
   void SettleGrowth() const noexcept;
   void RemoveOne(int64_t id);
@@ -191,11 +197,12 @@ class SequenceTable {
   void CheckWindow(const Sequence& sequence, bool has_slid) const;
   void CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const;
   /*! \brief Adds the keepers of each page. */
-  void CheckHistory(const Sequence& sequence, int32_t group,
-                    std::vector<int32_t>* num_keepers) const;
+  void CheckHistory(const Sequence& sequence, int32_t group, std::vector<int32_t>* num_keepers,
+                    std::vector<int32_t>* num_returns) const;
   void Truncate(Sequence* sequence, int64_t length) noexcept;
 
   int64_t max_num_sequences_;
+  int64_t capacity_pages_;
   PageGeometry geometry_;
   int64_t total_length_ = 0;
   std::vector<PagePool> pools_;

@@ -54,7 +54,8 @@ void SequenceTable::CheckWindow(const Sequence& sequence, bool has_slid) const {
 }
 
 void SequenceTable::CheckHistory(const Sequence& sequence, int32_t group,
-                                 std::vector<int32_t>* num_keepers) const {
+                                 std::vector<int32_t>* num_keepers,
+                                 std::vector<int32_t>* num_returns) const {
   const PageHistory& history = sequence.histories[group];
   const int64_t first =
       sequence.receive ? sequence.receive->groups[group].first_page : sequence.first_pages[group];
@@ -62,7 +63,7 @@ void SequenceTable::CheckHistory(const Sequence& sequence, int32_t group,
     Raise(kRuntimeError, "sequence ", sequence.id, " notes ", history.size(), " pages before the ",
           first, " that have left group ", group, " with a window of ", geometry_.window(group));
   }
-  history.CountKeepers(pools_[group], num_keepers);
+  history.CountKeepers(pools_[group], num_keepers, num_returns);
 }
 
 void SequenceTable::CheckIntegrity(bool has_slid) const {
@@ -86,14 +87,15 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
   }
   std::vector<std::vector<int32_t>> num_keepers;  // [group][page]
   for (const PagePool& pool : pools_) num_keepers.emplace_back(pool.num_pages(), 0);
+  std::vector<std::vector<int32_t>> num_returns = num_keepers;
   prefixes_.CheckIntegrity(sequences_, &num_keepers);
   for (int32_t s = 0; s < num_state_groups(); ++s) {
     const int32_t p = geometry_.StatePool(s);
     std::vector<int32_t> num_owners = pins_.counts(p);
     for (const auto& [id, sequence] : sequences_) {
-      states_.CheckIntegrity(sequence, s, &num_owners, &num_keepers[p]);
+      states_.CheckIntegrity(sequence, s, {&num_owners, &num_keepers[p], &num_returns[p]});
     }
-    pools_[p].CheckIntegrity(num_owners, num_keepers[p]);
+    pools_[p].CheckIntegrity(num_owners, num_keepers[p], num_returns[p]);
   }
   for (int32_t g = 0; g < num_groups(); ++g) {
     std::vector<int32_t> num_owners = pins_.counts(g);
@@ -101,14 +103,14 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
       if (sequence.id != id) Raise(kRuntimeError, "sequence ", id, " believes to be ", sequence.id);
       CheckWindow(sequence, has_slid);
       CheckPages(sequence, g, has_slid);
-      CheckHistory(sequence, g, &num_keepers[g]);
+      CheckHistory(sequence, g, &num_keepers[g], &num_returns[g]);
       for (int32_t page : sequence.pages[g]) ++num_owners[page];
       if (sequence.receive == nullptr) continue;
       const Receive::Group& backup = sequence.receive->groups[g];
       for (int32_t page : backup.gone) ++num_owners[page];
       if (backup.replaced >= 0) ++num_owners[backup.replaced];
     }
-    pools_[g].CheckIntegrity(num_owners, num_keepers[g]);
+    pools_[g].CheckIntegrity(num_owners, num_keepers[g], num_returns[g]);
   }
 }
 

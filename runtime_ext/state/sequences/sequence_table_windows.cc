@@ -59,6 +59,13 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bo
   window.size = size;
   window.includes_self = includes_self;
   window.num_sinks = num_sinks;
+  // From now on the text may be longer than the pools, and most of it cannot be returned to.
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    sequence.histories[g].SetKeeper(Keeper::kLookup, &pools_[g]);
+  }
+  for (int32_t s = 0; s < num_state_groups(); ++s) {
+    sequence.states[s].history.SetKeeper(Keeper::kLookup, &pools_[geometry_.StatePool(s)]);
+  }
   Slide(&sequence);
 }
 

@@ -111,7 +111,7 @@ int32_t HostSlots::Reserve(int32_t group) {
   if (!of.free.empty()) {
     slot = of.free.back();
   } else if (of.unused.size() > 0) {
-    slot = of.first_slot + of.unused.oldest();
+    slot = of.first_slot + of.unused.first();
     Forget(slot);
     ++num_evicted_;
   } else {

@@ -6,7 +6,7 @@ its code times the scale of its group. Sizes, groups and the range of codes come
 kernels, the memory of a cache, checkpoints and transfers alike. The order of codes within bytes is
 spelled again by the code that packs and unpacks them: `cpu/codes.py`,
 `cpu/components/quantized_rows.py` and `code_blocks.py`, `cuda/tiles/codes.py`,
-`cuda/components/quantized_rows.py` and, in NumPy, `tvm_pagedkv/cache/page_format.py`.
+`cuda/components/quantized_rows.py` and, in NumPy, `cache/page_format.py` of the package.
 
 A page is a run of bytes::
 

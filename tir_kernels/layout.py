@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a page, and the indices of its rows, for all kernels.
 
-`tvm_pagedkv/cache/page_format.py` spells the same layout in NumPy and
+`cache/page_format.py` of the package spells the same layout in NumPy and
 `runtime_ext/storage/slot_layout.h` in C++: change the three together.
 """
 

@@ -104,12 +104,14 @@ def test_tensor_of_integers(directory):
 
 
 def test_missing_shard(directory):
+    (directory / "model.safetensors").unlink()  # which would be read without the index
     index = {"weight_map": {NORM: "model-00001-of-00001.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00001-of-00001.safetensors" in _message(directory, FileNotFoundError)
 
 
 def test_index_without_a_map(directory):
+    (directory / "model.safetensors").unlink()
     (directory / "model.safetensors.index.json").write_text("{}")
     assert "weight_map" in _message(directory)
 

@@ -174,7 +174,7 @@ def test_mistakes(model, prompts, options, message):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0),
+    [("n", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", -0.1),
      ("top_p", 1.5), ("max_tokens", 0), ("seed", -1)],
 )  # fmt: skip
 def test_sampling_mistakes(field, value):

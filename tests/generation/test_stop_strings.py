@@ -143,26 +143,6 @@ def test_defaults_come_from_the_model(tmp_path):
     assert events[0][-2].text == events[1][-2].text
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, {}),
-        ({"temperature": None, "top_k": 0}, {"top_k": 0}),
-        ({"top_k": -1}, {"top_k": 0}),  # as vLLM says it
-        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
-    ],
-)
-def test_fields_of_generation_config(tmp_path, fields, expected):
-    assert DecoderModel.from_pretrained(folder_with(tmp_path, **fields)).sampling == expected
-
-
-@pytest.mark.parametrize("fields", [{"temperature": "hot"}, {"top_p": 2}, {"top_k": -2}])
-def test_invalid_fields_are_named(tmp_path, fields):
-    (name,) = fields
-    with pytest.raises(ValueError, match=f"generation_config.json: {name} must be"):
-        DecoderModel.from_pretrained(folder_with(tmp_path, **fields))
-
-
 if __name__ == "__main__":
     import tvm.testing
 

@@ -301,6 +301,12 @@ def test_fields(architecture, fields, message):
         config_of(architecture, **fields)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, True, 10**400])
+def test_numbers_that_json_files_may_have(value):
+    with pytest.raises(ValueError, match="rms_norm_eps must be a positive number"):
+        config_of("LlamaForCausalLM", **SHAPE | {"rms_norm_eps": value})
+
+
 # --- files that do not fit -----------------------------------------------------------------------
 
 

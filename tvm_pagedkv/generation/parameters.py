@@ -24,7 +24,8 @@ class SamplingParams:
     temperature : float
         0 takes the most likely token.
     top_p : float
-        Sample from the smallest set of most likely tokens with at least this total probability.
+        Sample from the smallest set of most likely tokens with at least this total probability; 0:
+        take the most likely token.
     top_k : int
         Sample from this many most likely tokens; 0: from all. It applies before `top_p`.
     repetition_penalty : float
@@ -69,8 +70,8 @@ class SamplingParams:
         check_int("n", self.n)
         if not (self.temperature >= 0 and np.isfinite(self.temperature)):
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p must be in [0, 1], got {self.top_p}")
         check_int("max_tokens", self.max_tokens)
         check_int("seed", self.seed, 0, 2**63 - 1)
         check_int("top_k", self.top_k, 0)

@@ -6,6 +6,7 @@ Every reader checks what it takes; an error names the field, what was expected a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,9 +40,18 @@ def positive_number(fields: Mapping[str, Any], name: str, default: float | None)
     value = fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if not is_number(value) or value <= 0:
         raise ValueError(f"{name} must be a positive number, got {value!r}")
     return float(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; JSON files may have NaN and infinity, which no field means."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and abs(value) < 2**63
 
 
 def factors(fields: Mapping[str, Any], name: str, count: int) -> list[float]:
@@ -49,8 +59,7 @@ def factors(fields: Mapping[str, Any], name: str, count: int) -> list[float]:
     values = fields.get(name)
     if values is None:
         return [1.0] * count
-    is_number = [isinstance(x, int | float) and not isinstance(x, bool) for x in values]
-    if len(values) != count or not all(is_number):
+    if len(values) != count or not all(map(is_number, values)):
         raise ValueError(f"{name} must be {count} numbers, got {values!r}")
     return [float(value) for value in values]
 
@@ -62,8 +71,7 @@ def numbers(
     value = fields.get(name)
     values = default if value is None else value
     values = values if isinstance(values, list) else [values] * count
-    is_number = [isinstance(x, int | float) and not isinstance(x, bool) for x in values]
-    if len(values) != count or not all(is_number):
+    if len(values) != count or not all(map(is_number, values)):
         raise ValueError(f"{name} must be a number or {count} of them, got {value!r}")
     return values
 
@@ -128,12 +136,12 @@ def text_model(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """The ids of a field that holds one, a list of them, or null."""
+    """The ids of a field that holds one, a list of them, or null; negative ones are of no token."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for each in ids:
-        if isinstance(each, bool) or not isinstance(each, int) or each < 0:
+        if isinstance(each, bool) or not isinstance(each, int):
             raise ValueError(f"{name} must be a token id or a list of them, got {value!r}")
-    return tuple(ids)
+    return tuple(each for each in ids if each >= 0)
 
 
 # --- layers -------------------------------------------------------------------------------------

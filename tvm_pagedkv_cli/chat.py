@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from .chat_screen import screen_of
-from .model import add_model, choose_model
+from .model import add_model, add_plain_messages, choose_model
 from .precision import add_precision
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
@@ -38,6 +38,7 @@ def add_parser(commands) -> None:
     add.set_defaults(run=run)
     add_model(add)
     add.add_argument("--system", metavar="TEXT", help="system message before the conversation")
+    add_plain_messages(add)
     add.add_argument(
         "--session",
         metavar="FILE",
@@ -102,6 +103,7 @@ def run(options: argparse.Namespace) -> None:
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.prefill_chunk_size,
         prefix_cache=prefix_cache_of(options, model),
+        plain_messages=options.plain_messages,
     )
     chat = _Chat(conversation, options.session, options.checkpoint)
     try:

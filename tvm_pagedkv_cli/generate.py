@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from .model import add_model, choose_model
+from .model import add_model, add_plain_messages, choose_model
 from .precision import add_precision
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
@@ -39,6 +39,7 @@ def add_parser(commands) -> None:
         "--chat", action="store_true", help="answer each prompt, using the model's chat template"
     )
     add.add_argument("--system", metavar="TEXT", help="system message before each prompt of a chat")
+    add_plain_messages(add)
     add_precision(add)
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add_sampling(add, 200, "continuation")
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
     shown: list[str] = prompts
     inputs: list = prompts
     if options.chat:
-        inputs = _chat(model, prompts, options.system)
+        inputs = _chat(model, prompts, options.system, options.plain_messages)
         shown = [f"{prompt}\n\n" for prompt in prompts] if len(prompts) * params.n > 1 else [""]
     fullest: deque[PageMap] = deque(maxlen=1)
     prefixes = _prefixes(model, inputs) if picture and options.prompt_cache else None
@@ -167,6 +168,8 @@ def _check(options: argparse.Namespace) -> None:
     """Raise a ValueError if options do not go together."""
     if options.system is not None and not options.chat:
         raise ValueError("--system needs --chat")
+    if options.plain_messages and not options.chat:
+        raise ValueError("--plain-messages needs --chat")
     if options.sinks is not None and options.sliding_window is None:
         raise ValueError("--sinks needs --sliding-window")
     if options.prompt_cache is not None:
@@ -219,7 +222,7 @@ def _load(options: argparse.Namespace):
     )
 
 
-def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
+def _chat(model, prompts: list[str], system: str | None, plain: bool) -> list[list[int]]:
     """Return the token ids of conversations with one user message each."""
     from tvm_pagedkv.models import encode_chat
 
@@ -227,7 +230,8 @@ def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
     for index, prompt in enumerate(prompts):
         if not prompt.strip():
             raise ValueError(f"prompt {index + 1} is empty")
-    return [encode_chat(model, [*before, {"role": "user", "content": text}]) for text in prompts]
+    chats = [[*before, {"role": "user", "content": text}] for text in prompts]
+    return [encode_chat(model, chat, plain_messages=plain) for chat in chats]
 
 
 def _prefixes(model, prompts: list) -> dict[str, list[int]]:

@@ -17,6 +17,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_plain_messages(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--plain-messages`` of chats."""
+    parser.add_argument(
+        "--plain-messages",
+        action="store_true",
+        help="read control tokens in messages, such as <|im_end|>, as text",
+    )
+
+
 def choose_model(options: argparse.Namespace) -> None:
     """Set ``options.model`` to the path of the model: the one that it names, or the default."""
     from tvm_pagedkv.models import SMOLLM2, find_included, find_model

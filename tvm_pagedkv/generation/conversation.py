@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ..config import PrefixCacheConfig
 from ..models import DecoderModel, encode_chat, encode_text
+from ..models.plain_messages import plain_tokenizer
 from .answer_parts import AnswerParts
 from .engine import Run
 from .events import FinishedEvent, Statistics, TextEvent
@@ -68,6 +69,8 @@ class Conversation:
     prefix_cache : bool or PrefixCacheConfig
         Whether answers reuse the turns before them. With a configuration, texts of earlier
         conversations are found, too: in the tiers that it names. Call `close` at the end.
+    plain_messages : bool
+        Whether control tokens in messages are text, as for `encode_chat`.
 
     Attributes
     ----------
@@ -94,6 +97,7 @@ class Conversation:
         prefill_chunk_size: int = 512,
         num_speculative_tokens: int = 0,
         prefix_cache: bool | PrefixCacheConfig = True,
+        plain_messages: bool = False,
     ) -> None:
         self.model, self.params = model, params or SamplingParams.for_model(model)
         context = model.config.context_length
@@ -107,7 +111,7 @@ class Conversation:
             )
         if system is not None and model.chat_template is None:
             raise ValueError("the model has no chat template, so it takes no system message")
-        self.system = system
+        self.system, self._plain_messages = system, plain_messages
         limit = model.config.short_text
         self.has_long_texts = limit is not None and self.capacity > limit
         page_size = model.options.page_size
@@ -251,14 +255,18 @@ class Conversation:
 
     def _encode_chat(self, messages: list[dict[str, str]], **variables: bool) -> list[int]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return encode_chat(self.model, [*system, *messages], **variables)
+        chat = [*system, *messages]
+        return encode_chat(self.model, chat, plain_messages=self._plain_messages, **variables)
 
     def _encode(self, text: str, is_message: bool, is_first: bool) -> list[int]:
         """Return the tokens that a message or an answer adds to a text that is continued."""
         line = f"\n{text}" if is_message and not is_first else text
+        tokenizer = self.model.tokenizer
+        if self._plain_messages:
+            tokenizer = plain_tokenizer(tokenizer, "")
         if is_first:
-            return encode_text(self.model.tokenizer, line)
-        return self.model.tokenizer.encode(line, add_special_tokens=False).ids
+            return encode_text(tokenizer, line)
+        return tokenizer.encode(line, add_special_tokens=False).ids
 
     def _remove_leftovers(self) -> None:
         """Remove what a KeyboardInterrupt has left behind."""

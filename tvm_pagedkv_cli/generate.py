@@ -263,10 +263,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         try:  # line ends stay as they are: models tell CRLF from LF
             prompts.append(Path(name).read_bytes().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            is_utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            reason = "it is in UTF-16 or UTF-32" if is_utf16 else (
-                f"byte {error.object[error.start]:#04x} at offset {error.start}"
-            )
+            reason = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+            if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                reason = "it is in UTF-16 or UTF-32"
             raise ValueError(f"prompt file {name} is not UTF-8 text: {reason}") from None
         except OSError as error:
             raise ValueError(f"cannot read prompt file {name}: {error.strerror}") from None

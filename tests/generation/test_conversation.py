@@ -328,7 +328,9 @@ def test_sessions_of_another_model_are_refused(folder, tmp_path, change):
         other_weights(changed)
     elif change == "tokenizer":
         tokenizer = changed / "tokenizer.json"
-        tokenizer.write_text(tokenizer.read_text().replace('"normalized": false', '"normalized": true'))
+        tokenizer.write_text(
+            tokenizer.read_text().replace('"normalized": false', '"normalized": true')
+        )
     elif change == "template":
         (changed / "chat_template.jinja").write_text(TEMPLATE + " ")
     else:

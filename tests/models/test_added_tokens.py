@@ -167,7 +167,9 @@ def test_spaces_of_llama_2(fields, kind, model_type, tmp_path):
 def test_ids_that_the_files_do_not_agree_about(tmp_path):
     listed = {"300": token("<|x|>", special=True)}
     folder = write(tmp_path, {CONFIG: {"added_tokens_decoder": listed}})
-    with pytest.warns(UserWarning, match="token '<|x|>' has the id 258, as in transformers; .* 300"):
+    with pytest.warns(
+        UserWarning, match="token '<|x|>' has the id 258, as in transformers; .* 300"
+    ):
         check(folder, TEXTS)
 
 

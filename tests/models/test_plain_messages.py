@@ -124,7 +124,17 @@ def test_random_messages(model):
     """Whatever messages are made of, the control tokens are those of the template."""
     print("seed 0")
     random = np.random.default_rng(0)
-    pieces = [*(each["content"] for each in ADDED), "a", " ", "b\n", "<", "|", ">", "<|im_", "end|>"]
+    pieces = [
+        *(each["content"] for each in ADDED),
+        "a",
+        " ",
+        "b\n",
+        "<",
+        "|",
+        ">",
+        "<|im_",
+        "end|>",
+    ]
     expected = control_ids(model, encode_chat(model, [*user("x"), *user("x")]))
     for _ in range(100):
         texts = ["".join(random.choice(pieces, random.integers(1, 8))) for _ in range(2)]

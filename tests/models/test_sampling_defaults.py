@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""generation_config.json: what transformers takes is read, and a warning says what is not applied."""
+"""generation_config.json: what transformers takes is read, a warning says what is not applied."""
 
 from __future__ import annotations
 
@@ -32,8 +32,18 @@ from ..generation.test_stop_strings import folder_with  # noqa: E402
         ({"top_p": 1, "top_k": 20.0}, {"top_p": 1.0, "top_k": 20}),
         ({"eos_token_id": -1, "pad_token_id": -1, "bos_token_id": None}, {}),
         ({"max_length": 20, "use_cache": True, "cache_implementation": "hybrid"}, {}),
-        ({"num_beams": 1, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0,
-          "suppress_tokens": [], "bad_words_ids": None, "num_return_sequences": 1}, {}),
+        (
+            {
+                "num_beams": 1,
+                "min_p": 0.0,
+                "typical_p": 1.0,
+                "no_repeat_ngram_size": 0,
+                "suppress_tokens": [],
+                "bad_words_ids": None,
+                "num_return_sequences": 1,
+            },
+            {},
+        ),
     ],
 )
 def test_fields_of_generation_config(tmp_path, fields, expected):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files of a folder are the weights: those that transformers reads, whatever else is there."""
+"""Which files of a folder are the weights: those that transformers reads, whatever is there."""
 
 from __future__ import annotations
 
@@ -160,7 +160,8 @@ def test_an_index_without_shards(folder):
         ({"pytorch_model.bin": ""}, "as pickled PyTorch tensors (pytorch_model.bin), which may"),
         ({"pytorch_model-00001-of-00002.bin": "", "pytorch_model.bin.index.json": "{}"},
          "as pickled PyTorch tensors (pytorch_model-00001-of-00002.bin)"),
-        ({"model.fp16.safetensors": "", "optimizer.safetensors": ""}, "has no weights by their usual names; expected model.saf"),
+        ({"model.fp16.safetensors": "", "optimizer.safetensors": ""},
+         "has no weights by their usual names; expected model.safetensors, or"),
         ({"checkpoint-500/model.safetensors": ""}, "its folder checkpoint-500 has some"),
         ({}, "has no tensors; expected model.safetensors, or model.safetensors.index.json"),
     ],

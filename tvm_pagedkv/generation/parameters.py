@@ -128,12 +128,13 @@ def encode_prompt(
     model: DecoderModel, index: int, prompt: str | Sequence[int], fits_context: bool
 ) -> list[int]:
     """Return the token ids of a prompt; raise a ValueError if it is invalid."""
+    given: Sequence[int]
     if isinstance(prompt, str):
         check_text(f"prompt {index + 1}", prompt)
-        tokens = encode_text(model.tokenizer, prompt) if prompt else []
+        given = encode_text(model.tokenizer, prompt) if prompt else []
     else:
-        tokens = prompt
-    tokens = check_tokens(f"prompt {index + 1}", tokens, model.config.vocab_size).tolist()
+        given = prompt
+    tokens = check_tokens(f"prompt {index + 1}", given, model.config.vocab_size).tolist()
     if not tokens:
         raise ValueError(f"prompt {index + 1} is empty")
     if fits_context and len(tokens) >= model.config.context_length:

@@ -175,9 +175,7 @@ def _save_pages(conversation: Conversation, path: str | os.PathLike) -> int:
     return num_tokens
 
 
-def _load_pages(
-    conversation: Conversation, path: str | os.PathLike, about: Any
-) -> None:
+def _load_pages(conversation: Conversation, path: str | os.PathLike, about: Any) -> None:
     """Let the cache find the pages of a file; raise a ValueError if they are of something else."""
     if not isinstance(about, dict) or about.get("header") != _header_digest(path):
         raise ValueError("it was not written with this session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from ..config import MHA_KINDS, LayerSpec, RopeConfig
 from .altup_config import AltUp, PerLayerInputs

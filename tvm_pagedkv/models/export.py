@@ -36,7 +36,8 @@ def export_model(
     The folder is a bundle of the cache's kernels, which also has ``model.so`` (the functions of
     `decoder.Decoder`), ``weights/`` (as TVM's tensor cache, named ``weight_0``, ``weight_1``, ...),
     ``model.json`` (its ``vocab_size``, ``dtype``, ``eos_token_ids``, the ``longest_text`` that it
-    reaches or null, and a ``content_digest`` for the names of stored pages) and ``tokenizer.json``. ``runtime_ext/example/run_model.cc`` runs it.
+    reaches or null, and a ``content_digest`` for the names of stored pages) and ``tokenizer.json``.
+    ``runtime_ext/example/run_model.cc`` runs it.
 
     Parameters
     ----------

@@ -362,9 +362,7 @@ def check_cache(source: ModelSource, config: DecoderConfig, options: BuildOption
         raise ValueError(f"no cache for the model in {source.path}: {error}") from None
 
 
-def load_tokenizer(
-    source: ModelSource, config: DecoderConfig
-) -> tuple[Tokenizer, DecoderConfig]:
+def load_tokenizer(source: ModelSource, config: DecoderConfig) -> tuple[Tokenizer, DecoderConfig]:
     """Return the tokenizer of a model, and the configuration with all tokens that end a text.
 
     Added tokens may exceed the model's vocabulary, such as image tokens of text models. A prompt

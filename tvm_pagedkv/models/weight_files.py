@@ -146,7 +146,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _shards_without_index(names: set[str]) -> list[str]:
-    """Return the only file of a folder, or all shards of its only set, whether or not they exist."""
+    """Return the only file of a folder, or all shards of its only set, which need not exist."""
     files = [name for name in names if name.endswith(".safetensors")]
     if not names & {ADAPTER, _FOREIGN} and len(files) == 1 and not _SHARD.fullmatch(files[0]):
         return files

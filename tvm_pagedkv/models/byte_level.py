@@ -37,9 +37,7 @@ def byte_level_bpe(
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    bpe = models.BPE(
-        vocab=vocabulary, merges=list(merges), ignore_merges=splitter.ignores_merges
-    )
+    bpe = models.BPE(vocab=vocabulary, merges=list(merges), ignore_merges=splitter.ignores_merges)
     tokenizer = Tokenizer(bpe)
     steps: list[Any] = [
         pre_tokenizers.Digits(individual_digits=True)

@@ -262,7 +262,7 @@ def test_experts_of_other_architectures_are_refused(tmp_path):
         ({".attention.value_length": 8}, "llama.attention.value_length must be 16"),
         ({"split.count": 2}, "split.count: this is one of several files"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; expecte"),
-        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported; expect"),
+        ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre 'falcon' is not supported; expect"),
         ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has 'ab'; expected two tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 values for 300 tok"),
         ({"general.sampling.top_p": 1.5}, "top_p must be from 0 to 1, got 1.5"),

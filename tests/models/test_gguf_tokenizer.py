@@ -189,6 +189,83 @@ def test_added_tokens_and_ends():
         named_tokens(metadata_of(**keys | {"eos_token_id": 9}))
 
 
+# --- special tokens -----------------------------------------------------------------------------
+
+
+def ends_of(tokens: list[str], kind: int = CONTROL, **keys) -> list[str]:
+    """The texts of the tokens that end a text, of a file that says little about them."""
+    keys = {"model": "gpt2", "token_type": [kind] * len(tokens)} | keys
+    metadata = metadata_of(**{key: x for key, x in keys.items() if x is not None}, tokens=tokens)
+    return [tokens[i] for i in end_tokens(metadata)]
+
+
+def test_ends_that_only_their_names_tell():
+    ends = [
+        "<|END_OF_TURN_TOKEN|>",
+        "[|endofturn|]",
+        "<|EOT|>",
+        "</s>",
+        "<\uff5cend▁of▁sentence\uff5c>",
+    ]
+    assert ends_of(["a", *ends, "<|user|>"]) == ends
+    # Tokens in bars count whatever their type is; Gemma has a tag of HTML that is another's EOS.
+    assert ends_of(["<|im_end|>", "</s>", "<end_of_turn>"], USER) == ["<|im_end|>", "<end_of_turn>"]
+    assert ends_of(["<|im_end|>", "</s>", "<|tool_response>", "[EOS]"], NORMAL) == ["<|im_end|>"]
+
+
+def test_end_of_a_message_is_no_end_of_a_turn():
+    """GPT-OSS ends its thoughts with the token that ends the turns of Phi."""
+    assert ends_of(["<|end|>", "<|user|>"]) == ["<|end|>"]
+    harmony = ["<|return|>", "<|end|>", "<|call|>"]
+    assert ends_of(harmony, eos_token_id=0, eot_token_id=1) == ["<|return|>", "<|call|>"]
+
+
+def test_normal_tokens_in_bars_are_special():
+    tokens = ["a", "b", "<|im_end|>", "<s>"]
+    keys = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": [], "bos_token_id": 3}
+    typed = build_tokenizer(metadata_of(**keys, token_type=[NORMAL] * 4))
+    assert typed.encode("a<|im_end|>b").ids == [0, 2, 1]
+    untyped = build_tokenizer(metadata_of(**keys))  # BOS is special, as a key names it
+    assert untyped.encode("<s>a<|im_end|>").ids == [3, 0, 2]
+    assert untyped.decode([3, 0, 2]) == "a"
+
+
+@pytest.mark.parametrize("absent", [-1, 2**32 - 1])
+def test_special_tokens_that_there_are_none_of(absent):
+    ids = {f"{name}_token_id": absent for name in ("bos", "eos", "eot", "padding", "unknown")}
+    keys = {"model": "gpt2", "pre": "llama-bpe", "tokens": ["a", "b"], "merges": []}
+    metadata = metadata_of(**keys, **ids, eos_token_ids=[absent, 1])
+    assert end_tokens(metadata) == [1] and named_tokens(metadata) == {}
+    assert build_tokenizer(metadata).encode("ab").ids == [0, 1]
+
+
+def test_padding_outside_the_vocabulary_is_left_out():
+    metadata = metadata_of(model="gpt2", tokens=["a", "b"], eos_token_id=1, padding_token_id=2)
+    assert named_tokens(metadata) == {"eos_token": "b"}
+    with pytest.raises(ValueError, match="tokenizer.ggml.eos_token_id 2 is not in the vocabulary"):
+        end_tokens(metadata_of(model="gpt2", tokens=["a", "b"], eos_token_id=2))
+
+
+def test_ids_of_sentence_piece_that_no_key_names():
+    tokens = ["<unk>", "<s>", "</s>", SPACE, "a", f"{SPACE}a"]
+    keys = {"model": "llama", "tokens": tokens, "scores": [0.0] * 3 + [-1.0, -1.0, -0.5]}
+    for types in ([UNKNOWN, CONTROL, CONTROL, NORMAL, NORMAL, NORMAL], None):
+        given = {} if types is None else {"token_type": types}
+        metadata = metadata_of(**keys, **given)
+        assert build_tokenizer(metadata).encode("a!").ids == [1, 5, 0]
+        assert end_tokens(metadata) == [2]
+    assert build_tokenizer(metadata_of(**keys, bos_token_id=-1)).encode("a").ids == [5]
+
+
+def test_files_that_do_not_name_the_splitter():
+    """The first files of Llama 3 and Qwen do not; other models would be split wrongly."""
+    keys = {"model": "gpt2", "tokens": ["1", "2"], "merges": []}
+    for architecture, pieces in (("llama", ["123", "4"]), ("qwen2", [*"1234"]), ("phi3", ["1234"])):
+        with pytest.warns(UserWarning, match="lacks the key tokenizer.ggml.pre; '.*' is assumed"):
+            tokenizer = build_tokenizer(metadata_of(architecture, **keys))
+        assert [x for x, _ in tokenizer.pre_tokenizer.pre_tokenize_str("1234")] == pieces
+
+
 if __name__ == "__main__":
     import tvm.testing
 

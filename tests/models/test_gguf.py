@@ -250,31 +250,6 @@ def test_experts_of_other_architectures_are_refused(tmp_path):
         open_model(file)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({".attention.head_count": "4"}, "llama.attention.head_count must be an integer, got '4'"),
-        ({".rope.scaling.type": "ntk"}, "llama.rope.scaling.type 'ntk' is not supported; expected"),
-        ({".rope.scaling.type": "yarn"}, "needs llama.rope.scaling.factor"),
-        ({".expert_count": 8}, "llama.expert_used_count"),
-        ({".logit_scale": 0.5}, r"has the key llama.logit_scale \(0.5\), which is not supported"),
-        ({".rope.dimension_count": 8}, "llama.rope.dimension_count must be 16"),
-        ({".attention.value_length": 8}, "llama.attention.value_length must be 16"),
-        ({"split.count": 2}, "split.count: this is one of several files"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; expecte"),
-        ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre 'falcon' is not supported; expect"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has 'ab'; expected two tokens"),
-        ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 values for 300 tok"),
-        ({"general.sampling.top_p": 1.5}, "top_p must be from 0 to 1, got 1.5"),
-    ],
-)  # fmt: skip
-def test_unsupported_keys_are_named(directory, keys, message, tmp_path):
-    file = write_gguf(directory, tmp_path / "model.gguf", keys=keys)
-    with pytest.raises(ValueError, match=message) as caught:
-        DecoderModel.from_pretrained(file)
-    assert str(caught.value).count(str(file)) == 1
-
-
 SPECIAL = [
     ("gemma 4", {".attention.head_count_kv": [2, 2]}, {}, "needs head_count_kv and feed_forward"),
     (

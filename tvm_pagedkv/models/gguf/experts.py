@@ -63,7 +63,7 @@ def deepseek2(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict
     """
     is_corrected = any(name.endswith(".exp_probs_b.bias") for name in shapes)
     default = _SIGMOID if is_corrected else _SOFTMAX
-    is_v3 = metadata.of_model("expert_gating_func", int, default) == _SIGMOID
+    is_v3 = (metadata.of_model("expert_gating_func", int, 0) or default) == _SIGMOID
     if is_v3:
         return {"architectures": ["DeepseekV3ForCausalLM"], **_in_groups(metadata, _SIGMOID)}
     own = _in_groups(metadata, _SOFTMAX)
@@ -84,18 +84,18 @@ def _in_groups(metadata: Metadata, gating: int) -> dict[str, Any]:
         **_counts(metadata, "n_routed_experts", gating),
         "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
         "n_shared_experts": metadata.of_model("expert_shared_count", int),
-        "n_group": metadata.of_model("expert_group_count", int, 1),
-        "topk_group": metadata.of_model("expert_group_used_count", int, 1),
+        "n_group": metadata.of_model("expert_group_count", int, 0) or 1,
+        "topk_group": metadata.of_model("expert_group_used_count", int, 0) or 1,
         "first_k_dense_replace": metadata.of_model("leading_dense_block_count", int, 0),
-        "routed_scaling_factor": metadata.of_model("expert_weights_scale", float, 1.0),
+        "routed_scaling_factor": metadata.of_model("expert_weights_scale", float, 0) or 1.0,
         "norm_topk_prob": metadata.of_model("expert_weights_norm", bool, False),
     }
 
 
 def _counts(metadata: Metadata, name: str, gating: int) -> dict[str, Any]:
     """Return the experts of a layer and of a token, after a check of how they are chosen."""
-    found = metadata.of_model("expert_gating_func", int, gating)
-    if found != gating:
+    found = metadata.of_model("expert_gating_func", int, 0)
+    if found not in (0, gating):  # 0: as the architecture has it
         key = f"{metadata.architecture}.expert_gating_func"
         raise ValueError(f"{key} must be {gating}, got {found}")
     return {

@@ -23,6 +23,7 @@ _LLAMA3: dict[str, float] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_OTHER_CONTENTS = ("adapter", "mmproj", "imatrix", "vocab")  # general.type
 _LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
@@ -47,6 +48,9 @@ def config_fields(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], rea
             f"general.architecture {architecture!r} is not supported; expected one of "
             f"{', '.join(ARCHITECTURES)}"
         )
+    content = metadata.get("general.type", str, "model")
+    if content in _OTHER_CONTENTS:
+        raise ValueError(f"general.type {content!r}: expected the file of a model")
     if metadata.get("split.count", int, 0) > 1:
         raise ValueError(
             "split.count: this is one of several files; join them with llama-gguf-split --merge"
@@ -73,9 +77,6 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
         raise ValueError(f"{metadata.architecture}.attention.value_length must be {head_dim}")
     if not metadata.of_model("attention.causal", bool, True):
         raise ValueError(f"{metadata.architecture}.attention.causal must be true")
-    for unused in ("vocab_size", "rope.scaling.attn_factor", "expert_used_count"):
-        metadata.of_model(unused, float, None)
-    metadata.of_model("rope.scaling.finetuned", bool, None)
     rotary_dim = metadata.of_model("rope.dimension_count", int, head_dim)
     norm = "layer_norm" if metadata.architecture == "cohere2" else "layer_norm_rms"
     return {
@@ -94,17 +95,14 @@ def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
     }
 
 
-def _of_layers(metadata: Metadata, name: str, default: int | None = None) -> int:
-    """Return a number that all layers have; of Gemma that of the first one, which has its own way.
-
-    Files have it once, or for each layer.
-    """
-    value = metadata.of_model(name, object, *([] if default is None else [default]))
+def _of_layers(metadata: Metadata, name: str, *default: int) -> int:
+    """Return a number that all layers have; of Gemma, whose layers differ, that of the first."""
+    if metadata.architecture not in ("gemma3n", "gemma4"):
+        return metadata.of_model(name, int, *default)
+    value = metadata.of_model(name, object, *default)
     values = value if isinstance(value, list) else [value]
     if not values or not all(type(each) is int for each in values):
         raise ValueError(f"{metadata.architecture}.{name} must be integers, got {value!r:.60}")
-    if set(values) != {values[0]} and metadata.architecture not in ("gemma3n", "gemma4"):
-        raise ValueError(f"{metadata.architecture}.{name} must be the same for all layers")
     return values[0]
 
 
@@ -114,8 +112,12 @@ def _of_layers(metadata: Metadata, name: str, default: int | None = None) -> int
 def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
     """Return ``rope_scaling``: of the keys, or of the tensors with factors."""
     key = f"{metadata.architecture}.rope.scaling.type"
-    kind = metadata.get(key, str, "none")
-    factor = metadata.of_model("rope.scaling.factor", float, None)
+    # Older files have a linear factor alone; 0 and 1 scale nothing.
+    factor = metadata.of_model("rope.scale_linear", float, None)
+    factor = metadata.of_model("rope.scaling.factor", float, factor)
+    kind = metadata.get(key, str, "none" if factor is None else "linear")
+    if kind == "linear" and factor in (None, 0, 1):
+        kind = "none"
     original = metadata.of_model("rope.scaling.original_context_length", int, None)
     if metadata.architecture == "gemma4":
         return {}
@@ -125,6 +127,9 @@ def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
         scaling: Fields = {"rope_type": "longrope"}
         for name in ("long", "short"):
             scaling[f"{name}_factor"] = read(f"rope_factors_{name}.weight").tolist()
+        magnitude = metadata.of_model("rope.scaling.attn_factor", float, None)
+        if magnitude:
+            scaling["attention_factor"] = magnitude
     elif kind in ("none", "longrope"):
         return {}
     elif kind in ("linear", "yarn"):
@@ -196,7 +201,7 @@ def _gemma3(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
         **_gemma(metadata, fields),
         "rope_theta": metadata.of_model("rope.freq_base", float, 1e6),
         "rope_local_base_freq": metadata.of_model("rope.freq_base_swa", float, 10000.0),
-        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, None),
+        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, 0) or None,
     }
     return {**own, **_layer_types(metadata, 6)}
 
@@ -261,7 +266,7 @@ def _gpt_oss(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
 
 def _gemma(metadata: Metadata, fields: Fields) -> Fields:
     """Return the window and the softmax scale, which only the models of 27 B have of their own."""
-    scale = metadata.of_model("attention.scale", float, None)
+    scale = metadata.of_model("attention.scale", float, 0) or None
     scalar = fields["head_dim"] if scale is None else scale**-2
     is_27b = fields["num_hidden_layers"] == _LAYERS_OF_GEMMA_27B[metadata.architecture]
     if scale is None and is_27b:

@@ -131,7 +131,7 @@ def _of_both(metadata: Metadata, shapes) -> dict[str, Any]:
         "layer_types": [SLIDING if each else FULL for each in has_window],
         "num_kv_shared_layers": metadata.of_model("attention.shared_kv_layers", int),
         "hidden_size_per_layer_input": width,
-        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, None),
+        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, 0) or None,
     }
     if width:
         own["vocab_size_per_layer_input"] = _extent(shapes, "per_layer_token_embd.weight")

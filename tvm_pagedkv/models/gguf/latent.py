@@ -40,7 +40,7 @@ def deepseek2(metadata: Metadata, fields: dict[str, Any], shapes, read) -> dict[
         "num_key_value_heads": fields["num_attention_heads"],
         "partial_rotary_factor": 1.0,
         "kv_lora_rank": rank,
-        "q_lora_rank": metadata.of_model("attention.q_lora_rank", int, None),
+        "q_lora_rank": metadata.of_model("attention.q_lora_rank", int, 0) or None,
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": key_length - rope_dim,
         "v_head_dim": v_dim,

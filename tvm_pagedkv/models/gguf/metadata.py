@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .neutral_keys import is_neutral
+
 _REQUIRED: Any = object()
 _WORDS = {
     int: "an integer",
@@ -58,7 +60,10 @@ class Metadata:
             if default is _REQUIRED:
                 raise ValueError(f"{self._where} lacks the key {key}")
             return default
-        value = self._values[key]
+        return self._checked(key, kind, self._values[key])
+
+    def _checked(self, key: str, kind: type, value: Any) -> Any:
+        """Return a value after a check of its type."""
         is_number = kind is float and isinstance(value, int | float)
         if isinstance(value, bool) is not (kind is bool) or not (
             isinstance(value, kind) or is_number
@@ -71,17 +76,41 @@ class Metadata:
         return f"{self.architecture}.{name}" in self._values
 
     def of_model(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """Return the value of a key below the architecture, such as "block_count"."""
-        return self.get(f"{self.architecture}.{name}", kind, default)
+        """Return the value of a key below the architecture, such as "block_count".
+
+        Files may have a number for each layer where one is asked for; they must be equal then.
+        """
+        key = f"{self.architecture}.{name}"
+        if kind not in (int, float, bool) or not isinstance(self._values.get(key), list):
+            return self.get(key, kind, default)
+        value = _of_all_layers(self.get(key, list))
+        if isinstance(value, list):
+            raise ValueError(
+                f"{self._where}: {key} must be the same for all layers, got {value!r:.80}"
+            )
+        return self._checked(key, kind, value)
 
     def refuse_unread(self) -> None:
-        """Raise a ValueError for a key of the architecture that nobody has read.
+        """Raise a ValueError for a key of the architecture that may change what it computes.
 
-        It may change what the model computes.
+        Keys that have been read do not, nor do those that `is_neutral` knows.
         """
-        for key in self._values:
-            if key.startswith(f"{self.architecture}.") and key not in self._read:
+        prefix = f"{self.architecture}."
+        keys = {
+            key.removeprefix(prefix): _of_all_layers(value)
+            for key, value in self._values.items()
+            if key.startswith(prefix)
+        }
+        for name, value in keys.items():
+            if f"{prefix}{name}" not in self._read and not is_neutral(name, value, keys):
                 raise ValueError(
-                    f"{self._where} has the key {key} ({self._values[key]!r:.60}), which is not "
+                    f"{self._where} has the key {prefix}{name} ({value!r:.60}), which is not "
                     "supported"
                 )
+
+
+def _of_all_layers(value: Any) -> Any:
+    """Return the value that a list has for every layer; what is no such list as it is."""
+    if not isinstance(value, list) or not value or any(each != value[0] for each in value):
+        return value
+    return value[0]

@@ -74,6 +74,13 @@ def test_neutral_keys_change_nothing(case, tmp_path):
     assert open_model(more).config() == open_model(file).config()
 
 
+def test_widths_that_follow_from_others(directory, tmp_path):
+    file = write_gguf(directory, tmp_path / "a.gguf")
+    without = (".attention.key_length", ".attention.value_length", "tokenizer.ggml.token_type")
+    less = write_gguf(directory, tmp_path / "b.gguf", without=without)
+    assert open_model(less).config() == open_model(file).config()
+
+
 def test_linear_factor_without_a_type(directory, tmp_path):
     """Older files have a factor alone, which divides positions."""
     for key in (".rope.scale_linear", ".rope.scaling.factor"):

@@ -51,10 +51,6 @@ def config_fields(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], rea
     content = metadata.get("general.type", str, "model")
     if content in _OTHER_CONTENTS:
         raise ValueError(f"general.type {content!r}: expected the file of a model")
-    if metadata.get("split.count", int, 0) > 1:
-        raise ValueError(
-            "split.count: this is one of several files; join them with llama-gguf-split --merge"
-        )
     name, own = ARCHITECTURES[architecture]
     fields = {"architectures": [name], **_shape(metadata, shapes)}
     fields |= own(metadata, fields, shapes, read)

@@ -121,19 +121,26 @@ class _Header:
             raise ValueError(f"it begins with {self.data[:4]!r}, expected b'GGUF'")
         self.at = 4
         version = self.number("<I")
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+            raise ValueError("it is big-endian, expected little-endian")
         if version not in _VERSIONS:
-            raise ValueError(f"its version is {version}, expected 2 or 3 (little-endian)")
+            raise ValueError(f"its version is {version}, expected 2 or 3")
         num_tensors, num_keys = self.number("<Q"), self.number("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.string()
-            metadata[key] = self.value(self.number("<I"), key)
-        infos = []
+            value = self.value(self.number("<I"), key)
+            if repr(metadata.setdefault(key, value)) != repr(value):  # NaN is equal to itself here
+                raise ValueError(f"it has the key {key} twice, with two values")
+        infos, names = [], set()
         for _ in range(num_tensors):
             name = self.string()
             shape = tuple(self.number("<Q") for _ in range(self.number("<I")))[::-1]
             if not shape or 0 in shape:
                 raise ValueError(f"tensor {name} has shape {list(shape)}")
+            if name in names:
+                raise ValueError(f"it has the tensor {name} twice")
+            names.add(name)
             infos.append((name, shape, self.number("<I"), self.number("<Q")))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:

@@ -32,11 +32,21 @@ class Metadata:
     ----------
     architecture : str
         ``general.architecture``: the first part of the keys that describe the model.
+
+    Raises
+    ------
+    ValueError
+        If there is no architecture, or this is one of several files.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self._values, self._where = values, where
         self._read: set[str] = set()
+        if self.get("split.count", int, 0) > 1:  # only the first part has the other keys
+            raise ValueError(
+                f"{where}: split.count: this is one of several files; join them with "
+                "llama-gguf-split --merge"
+            )
         self.architecture = self.get("general.architecture", str)
 
     def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:

@@ -122,7 +122,7 @@ def test_magnitude_of_long_texts(tmp_path):
         ({"tokenizer.ggml.pre": "falcon"}, "tokenizer.ggml.pre 'falcon' is not supported; expect"),
         ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has 'ab'; expected two tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 values for 300 tok"),
-        ({"general.sampling.top_p": 1.5}, "top_p must be at most 1, got 1.5"),
+        ({"general.sampling.top_p": 1.5}, "top_p must be from 0 to 1, got 1.5"),
     ],
 )  # fmt: skip
 def test_unsupported_keys_are_named(directory, keys, message, tmp_path):

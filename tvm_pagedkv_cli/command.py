@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import bundle, chat, generate, info, kernel, model
+from .streams import OutputError, failed, flushed, prepare
 
 EXIT_MISTAKE = 2
 # What a mistake of the user can raise, in the options or in the files that they name.
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ``--traceback`` after the traceback; 130 after Ctrl-C.
     """
     options = None
+    prepare()
     warnings.showwarning = _show_warning
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `before_tvm` left it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,16 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(arguments)
         options.run(options)
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of stdout has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return flushed(130)
+    except OutputError as error:
+        return failed(error)
+    except SystemExit as end:  # of --help, or of a mistake in the options
+        raise SystemExit(flushed(end.code)) from None
     except _MISTAKES as error:
         if options is not None and options.traceback:
             traceback.print_exc()
         print(f"tvm-pagedkv: error: {_text(error)}", file=sys.stderr)
-        return EXIT_MISTAKE
-    return 0
+        return flushed(EXIT_MISTAKE)
+    return flushed(0)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -94,7 +97,11 @@ def before_tvm() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _parse(sys.argv[1:])
+    prepare()
+    try:
+        _parse(sys.argv[1:])
+    except SystemExit as end:
+        raise SystemExit(flushed(end.code)) from None
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

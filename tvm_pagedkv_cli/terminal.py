@@ -55,7 +55,8 @@ class Progress(logging.Handler):
                 print(line, file=sys.stderr, flush=True)
             return
         if self._status is None:
-            self._status = console.status(line)
+            is_utf8 = console.encoding.startswith("utf")
+            self._status = console.status(line, spinner="dots" if is_utf8 else "line")
             self._status.start()
         self._status.update(line)
 

@@ -116,7 +116,9 @@ def test_characters_that_cannot_be_written_are_replaced(encoding):
     shown = "caf? ?" if encoding == "ascii" else "caf\u00e9 ?"
     assert shown in done.stdout.decode(encoding)
     assert done.stderr.count(b"cannot be written") == 1
-    assert f"standard output is {encoding}".encode() in done.stderr.replace(b"iso8859-1", b"latin-1")
+    assert f"standard output is {encoding}".encode() in done.stderr.replace(
+        b"iso8859-1", b"latin-1"
+    )
 
 
 def test_bytes_that_are_no_text_pass_through():

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of threads that run a kernel on the CPU.
 
-apache-tvm 0.27 has one thread pool per calling thread. The pool starts with the first parallel
-kernel. It has ``TVM_NUM_THREADS`` workers (default: half of the CPUs) and binds them to the first
-CPUs of the machine, even to CPUs that the process may not use; a single worker, which is the
-caller, is bound to CPU 0.
+All calling threads share one pool of the process (``runtime_ext/base/worker_pool.h``). Its threads
+are not bound to CPUs: a bound thread would have to wait where another program runs on its CPU, and
+several processes would be bound to the same ones.
 
-The defaults set here use the CPUs that the process may use, up to the CPU quota of its control
-groups. A worker that exceeds the quota sleeps for the rest of the period, 100 ms, and every other
-worker waits for it.
+The default set here is the number of CPUs that the process may use, up to the CPU quota of its
+control groups. A thread that exceeds the quota sleeps for the rest of the period, 100 ms.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path, PurePosixPath
 
 import tvm_ffi
 
 _CGROUPS, _MEMBERSHIP = "/sys/fs/cgroup", "/proc/self/cgroup"
-_SPECIFIED_CPUS = -2  # a mode of runtime.config_threadpool: bind workers to the given CPUs
-_chosen = threading.local()
 
 
 def available_cpus() -> list[int]:
@@ -89,10 +84,11 @@ def default_num_threads(quota: float | None) -> int:
 
 
 def set_defaults() -> None:
-    """Set TVM's environment variables that are not set; call it before the pools start.
+    """Set TVM's environment variables that are not set; call it before TVM is loaded.
 
-    Workers are bound to CPUs only if there is one for every CPU of the machine. Otherwise other
-    processes may have pools too, and binding would put all of them on the same CPUs.
+    Kernels of libraries that were loaded before this package run in TVM's own pools. These bind
+    their threads to the first CPUs of the machine, even to CPUs that the process may not use, so
+    they do it only if there is a thread for every CPU of the machine.
     """
     os.environ.setdefault("TVM_NUM_THREADS", str(default_num_threads(cpu_quota())))
     if os.environ["TVM_NUM_THREADS"] == "1" or os.environ["TVM_NUM_THREADS"] != str(os.cpu_count()):
@@ -100,14 +96,14 @@ def set_defaults() -> None:
 
 
 def num_threads() -> int:
-    """Return the number of threads of kernels that the calling thread runs."""
+    """Return the number of threads that share the work of a kernel."""
     return tvm_ffi.get_global_func("runtime.NumThreads")()
 
 
 def set_num_threads(count: int) -> None:
-    """Set the number of threads of kernels.
+    """Set the number of threads that share the work of a kernel.
 
-    It applies to the calling thread, and to other threads that have not run a kernel yet.
+    It applies to the whole process, from the next kernel on. On a busy machine kernels use fewer.
 
     Parameters
     ----------
@@ -118,28 +114,11 @@ def set_num_threads(count: int) -> None:
     ------
     TypeError, ValueError
         If `count` is not an integer in this range.
-    RuntimeError
-        If this thread's pool has started with fewer threads, because of ``TVM_NUM_THREADS`` or an
-        earlier call. A pool cannot grow beyond its first size.
     """
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"count must be an int, got {count!r}")
     cpus = available_cpus()
     if not 1 <= count <= len(cpus):
         raise ValueError(f"count must be between 1 and {len(cpus)}, the CPUs; got {count}")
-    _configure(count, cpus)
-    num_started = num_threads()  # starts the pool
-    if num_started != count:
-        _configure(getattr(_chosen, "count", num_started), cpus)
-        raise RuntimeError(
-            f"the pool of this thread started with {num_started} threads and cannot have {count}; "
-            "call set_num_threads before its first kernel, or start Python with "
-            f"TVM_NUM_THREADS={count}"
-        )
-    _chosen.count = count
-    os.environ["TVM_NUM_THREADS"] = str(count)
-
-
-def _configure(count: int, cpus: list[int]) -> None:
-    configure = tvm_ffi.get_global_func("runtime.config_threadpool")
-    configure(_SPECIFIED_CPUS, count, [str(cpu) for cpu in cpus])
+    tvm_ffi.get_global_func("pagedkv.set_num_threads")(count)
+    os.environ["TVM_NUM_THREADS"] = str(count)  # for processes that this one starts

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file parallel.h
- * \brief Loops on the host that share their work among TVM's threads, as kernels do.
+ * \brief Loops on the host that share their work among the threads of kernels.
  */
 #ifndef TVM_PAGEDKV_DEVICE_PARALLEL_H_
 #define TVM_PAGEDKV_DEVICE_PARALLEL_H_
@@ -9,6 +9,8 @@
 #include <tvm/runtime/c_backend_api.h>
 
 #include <cstdint>
+
+#include "device/parallel_launch.h"
 
 namespace pagedkv {
 
@@ -32,8 +34,7 @@ void ParallelFor(int64_t count, int64_t num_bytes, const Body& body) {
     }
   };
   Loop loop{count, body};
-  const bool is_done =
-      num_bytes >= kMinBytes && TVMBackendParallelLaunch(&Loop::Run, &loop, 0) == 0;
+  const bool is_done = num_bytes >= kMinBytes && ParallelLaunch(&Loop::Run, &loop, 0) == 0;
   for (int64_t i = 0; i < count && !is_done; ++i) body(i);
 }
 

@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "bundle/bundle.h"
 #include "device/device_memory.h"
+#include "device/parallel_launch.h"
 #include "ffi/cache_object.h"
 #include "ffi/loading.h"
 #include "ffi/method.h"
@@ -324,6 +325,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     DefineOwnNames();
     RegisterRNNState();
     Scratch::ServeCPUKernels();
+    ServeParallelLaunches();
   } catch (const std::exception& error) {
     NotRegistered() = std::string("tvm_pagedkv cannot register its functions: ") + error.what();
   }

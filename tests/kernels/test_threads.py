@@ -25,13 +25,14 @@ import tvm_pagedkv as pkv
 def who(handle: T.handle):
     out = T.match_buffer(handle, (64,), "int64")
     for i in T.parallel(64):
+        T.evaluate(T.call_extern("int32", "usleep", 1000))  # so that all threads come
         out[i] = T.call_extern("int64", "pthread_self")
 
-who = tvm.compile(who, target="llvm")
+who = tvm.compile(who, target="llvm")["who"]
 
 def used():
     out = tvm.runtime.tensor(np.zeros(64, "int64"))
-    who["who"](out)
+    who(out)
     return len(set(out.numpy().tolist()))
 
 def cpus_of_threads():
@@ -41,7 +42,7 @@ def cpus_of_threads():
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a script on some CPUs; what TVM reads of the environment is what is given."""
+    """Runs a script on some CPUs; of TVM's environment variables it has those that are given."""
     script = tmp_path / "script.py"  # TVM reads the source of kernels
 
     def run(code: str, cpus=CPUS, **environment: str) -> None:
@@ -82,12 +83,14 @@ def test_one_thread_is_not_bound(run):
 @needs_two_cpus
 @pytest.mark.parametrize("first", ["", "used()"], ids=["before the pool", "after"])
 def test_set_num_threads(run, first):
+    """It applies to all threads of the process, and the number may grow."""
     run(
         f"""
 {first}
 for count in (2, 1, 2):
     pkv.set_num_threads(count)
     assert pkv.num_threads() == used() == count
+    assert os.environ["TVM_NUM_THREADS"] == str(count)
 
 counts = []
 for count in (2, 1):
@@ -96,24 +99,107 @@ for count in (2, 1):
     thread.start()
     thread.join()
 assert counts == [2, 1], counts
-"""
+""",
+        TVM_NUM_THREADS="1",
+    )
+
+
+def test_more_threads_than_cpus(run):
+    """They would only take time from each other."""
+    run(f"assert pkv.num_threads() == 64 and used() <= {len(CPUS)}", TVM_NUM_THREADS="64")
+
+
+def test_threads_that_come_and_go_leave_none_behind(run):
+    run(
+        """
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+used()
+before = num_threads()
+for _ in range(5):
+    thread = threading.Thread(target=used)
+    thread.start()
+    thread.join()
+assert num_threads() == before, (num_threads(), before)
+""",
+        TVM_NUM_THREADS="2",
+    )
+
+
+def test_forks_while_threads_are_in_kernels(run):
+    """The workers of the parent are not in the child, whatever they did."""
+    run(
+        """
+import signal
+stop = threading.Event()
+
+def go_on():
+    while not stop.is_set():
+        used()
+
+threads = [threading.Thread(target=go_on) for _ in range(3)]
+for thread in threads:
+    thread.start()
+try:
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(7 if used() <= 2 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+finally:
+    stop.set()
+    for thread in threads:
+        thread.join()
+""",
+        TVM_NUM_THREADS="2",
     )
 
 
 @needs_two_cpus
-def test_a_pool_does_not_grow(run):
+def test_the_process_ends_at_once(run):
+    """With this number, the threads of TVM's pools would keep it for hours."""
+    run("assert used() == 2", TVM_NUM_THREADS="2", TVM_THREAD_POOL_SPIN_COUNT="2000000000")
+
+
+def test_tvm_sets_the_number_too(run):
     run(
         """
-assert pkv.num_threads() == 1
-try:
-    pkv.set_num_threads(2)
-except RuntimeError as error:
-    assert "started with 1 threads and cannot have 2" in str(error)
-else:
-    raise AssertionError("no error")
-assert used() == 1 and os.environ["TVM_NUM_THREADS"] == "1"
+configure = tvm.get_global_func("runtime.config_threadpool")
+configure(1, 1)
+assert pkv.num_threads() == used() == 1
+configure(-2, 0, ["0"] * 3)
+assert pkv.num_threads() == 3
 """,
-        TVM_NUM_THREADS="1",
+        TVM_NUM_THREADS="2",
+    )
+
+
+def test_the_error_of_the_first_task_that_fails_is_raised(run):
+    run(
+        """
+def refuse(i):
+    if i % 2 == 1:
+        raise KeyError(f"item {i}")
+
+tvm.register_global_func("test.refuse", refuse)
+
+@T.prim_func
+def fail(n: T.int32):
+    for i in T.parallel(n):
+        T.evaluate(T.call_packed("test.refuse", i))
+
+fail = tvm.compile(fail, target="llvm")["fail"]
+for _ in range(20):
+    fail(1)
+    try:
+        fail(64)
+        raise AssertionError("no error")
+    except KeyError as error:
+        assert "item 1" in str(error), error
+""",
+        TVM_NUM_THREADS="2",
     )
 
 

@@ -31,6 +31,22 @@ def test_no_data_races():
     print(result.stdout)
 
 
+@needs_cmake
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ThreadSanitizer of Linux")
+def test_no_data_races_in_the_pool_of_workers():
+    options = {"TVM_PAGEDKV_BUILD_TESTS": "ON", "TVM_PAGEDKV_SANITIZE": "THREAD"}
+    folder = build("thread_sanitized_units", "runtime_tests", **options)
+    result = subprocess.run(
+        [str(folder / "runtime_tests"), "-sf=*worker_pool*"],
+        env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0 and "| 0 failed" in result.stdout, result.stderr[-6000:]
+
+
 if __name__ == "__main__":
     import tvm.testing
 

@@ -53,7 +53,10 @@ class PagedKVCacheObj : public ffi::Object {
     process_.Require("cache");
     guard_.Enter();
     const Leaving leaving{&guard_};
-    if (guard_.is_outermost()) deferred_calls_.RunAll();
+    if (guard_.is_outermost()) {
+      deferred_calls_.RunAll();
+      prefixes_.ExpireHints();
+    }
     return call();
   }
   /*!

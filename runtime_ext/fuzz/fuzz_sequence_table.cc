@@ -82,7 +82,7 @@ class World {
 
   void Draw(Bytes* bytes) {
     const int64_t id = bytes->Around(0, kMaxId);
-    switch (bytes->Between(0, 15)) {
+    switch (bytes->Between(0, 17)) {
       case 0:
         table_.Add(id);
         expected_[id] = {};
@@ -125,6 +125,9 @@ class World {
       case 11:
       case 12:
         Step(bytes);
+        break;
+      case 16:
+        Hint(bytes);
         break;
       default:
         StepAgain(bytes);
@@ -226,12 +229,40 @@ class World {
     texts_.push_back(expected_.at(id).all);
   }
 
-  /*! \brief Adds a sequence whose prompt begins like a text that was there once. */
-  void AddLike(int64_t id, Bytes* bytes) {
-    if (texts_.empty()) return;
+  /*! \brief A text that begins like one that was there once. */
+  std::vector<int32_t> DrawText(Bytes* bytes) {
     std::vector<int32_t> tokens = texts_[bytes->Next() % texts_.size()];
     tokens.resize(std::min<size_t>(tokens.size(), bytes->Next()));
     for (int64_t n = bytes->Between(0, 2); n > 0; --n) tokens.push_back(0);
+    return tokens;
+  }
+
+  /*! \brief Gives or ends a hint, or lets time pass. */
+  void Hint(Bytes* bytes) {
+    PrefixHints& hints = table_.prefixes().hints();
+    const int64_t what = bytes->Between(0, 7), number = bytes->Around(0, 100);
+    if (what == 0) {
+      hints.Release(number);
+    } else if (what == 1) {
+      hints.Expire(now_ += number);
+    } else if (!texts_.empty()) {
+      const std::vector<int32_t> tokens = DrawText(bytes);
+      const TokenSpan text{tokens.data(), static_cast<int64_t>(tokens.size())};
+      const int64_t expiry = bytes->Next() % 2 ? now_ + 1 + bytes->Next() : PrefixHints::kNever;
+      if (what == 2) {
+        FUZZ_CHECK(table_.prefixes().Demote("", text, bytes->Next() % 2) >= 0);
+      } else if (what < 5) {
+        hints.Pin("", text, expiry);
+      } else {
+        hints.Retain("", text, number, expiry);
+      }
+    }
+  }
+
+  /*! \brief Adds a sequence whose prompt begins like a text that was there once. */
+  void AddLike(int64_t id, Bytes* bytes) {
+    if (texts_.empty()) return;
+    std::vector<int32_t> tokens = DrawText(bytes);
     const std::string salt = bytes->Next() % 8 == 0 ? "salt" : "";
     const TokenSpan prompt{tokens.data(), static_cast<int64_t>(tokens.size())};
     const int64_t length = table_.AddWithPrefix(id, salt, prompt);
@@ -378,6 +409,7 @@ class World {
   std::vector<std::vector<int32_t>> texts_;  // whose pages may be found
   AbsentRows absent_;
   int32_t last_token_ = 0;
+  int64_t now_ = 0;  // the clock of hints
 };
 
 }  // namespace

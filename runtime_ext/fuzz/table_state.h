@@ -37,12 +37,14 @@ inline TableState StateOf(const SequenceTable& table) {
       state.emplace_back(states.pages.begin(), states.pages.end());
     }
   }
+  const PrefixHints& hints = table.prefixes().hints();
+  state.push_back({hints.num_hints(), hints.num_pins(), hints.next_expiry()});
   for (int32_t g = 0; g < table.geometry().num_pools(); ++g) {
     const std::vector<int32_t>& free = table.pool(g).free_pages();
     state.emplace_back(free.begin(), free.end());
     const std::vector<int32_t> cached = table.pool(g).cached_pages().List();
     state.emplace_back(cached.begin(), cached.end());
-    state.push_back({table.pool(g).num_reclaimed()});
+    state.push_back({table.pool(g).num_reclaimed(), table.pool(g).num_retained()});
   }
   return state;
 }

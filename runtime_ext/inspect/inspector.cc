@@ -20,7 +20,7 @@ namespace {
 
 /*! \brief Pages of one pool, or of several. */
 struct PoolCounts {
-  int64_t total = 0, free = 0, cached = 0, reclaimed = 0, used = 0, shared = 0;
+  int64_t total = 0, free = 0, cached = 0, reclaimed = 0, used = 0, shared = 0, retained = 0;
 
   void Add(const PagePool& pool) {
     total += pool.num_pages();
@@ -29,6 +29,7 @@ struct PoolCounts {
     reclaimed += pool.num_reclaimed();
     used += pool.num_used();
     shared += pool.num_shared();
+    retained += pool.num_retained();
   }
   void AddTo(StringMap* stats) const {
     stats->Set("num_pages", total);
@@ -37,6 +38,7 @@ struct PoolCounts {
     stats->Set("num_reclaimed_pages", reclaimed);
     stats->Set("num_used_pages", used);
     stats->Set("num_shared_pages", shared);
+    stats->Set("num_retained_pages", retained);
   }
 };
 
@@ -97,7 +99,9 @@ StringMap Inspector::Stats() const {
   const StringMap tiers = parts_.prefix_tiers.Stats();
   if (!tiers.empty()) stats.Set("prefix_tiers", tiers);
   stats.Set("num_forwards", step.number());
-  stats.Set("num_pinned_pages", table_->pins().num_pins());
+  stats.Set("num_pinned_pages", table_->pins().num_pins() - prefixes.hints().num_pins());
+  stats.Set("num_hints", prefixes.hints().num_hints());
+  stats.Set("num_hint_pinned_pages", prefixes.hints().num_pins());
   stats.Set("num_send_blocks", parts_.sender.num_blocks());
   stats.Set("cow_page_copies", parts_.copier.num_copies());
   stats.Set("copied_inputs", step.tensors().num_copied());

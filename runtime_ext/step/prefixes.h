@@ -61,6 +61,22 @@ class Prefixes {
   void Record(int64_t sequence_id, int64_t begin, const TokenIds& tokens);
   /*! \brief Records the tokens of all rows of the step; it counts when the step ends. */
   void RecordStep(const TokenIds& tokens);
+  // Hints; see prefix_hints.h.
+  /*! \param seconds The hint ends after so many; infinity: never. */
+  int64_t Retain(const TokenIds& tokens, const ffi::Bytes& salt, int64_t priority, double seconds);
+  int64_t Pin(const TokenIds& tokens, const ffi::Bytes& salt, double seconds);
+  /*! \return Whether the hint had not ended yet. */
+  bool Release(int64_t hint);
+  /*! \param tier "host" or "store", where the text goes; empty: host memory, if there is any. */
+  int64_t Demote(const TokenIds& tokens, const ffi::Bytes& salt, const ffi::String& tier);
+  /*! \brief Loads pages of a text from host memory to the pools. \return Positions that are there.
+   */
+  int64_t Load(const TokenIds& tokens, const ffi::Bytes& salt);
+  /*! \brief Hints expire as if so much time had passed, for tests and replays of traces. */
+  void AdvanceClock(double seconds);
+  /*! \brief Ends the hints whose time is over, while the cache is idle. */
+  void ExpireHints() noexcept;
+
   /*! \brief Positions of a sequence whose tokens are recorded. */
   int64_t NumRecorded(int64_t sequence_id) const;
 
@@ -69,11 +85,14 @@ class Prefixes {
   TokenSpan Convert(const TokenIds& tokens);
   TokenSpan Convert(const int64_t* tokens, size_t size);
   void RequireNext(const Sequence& sequence, int64_t begin) const;
+  int64_t NowUs() const;
+  int64_t ExpiryAfter(double seconds) const;
 
   Step* step_;
   SequenceTable* table_;
   PrefixTiers* tiers_;
   std::vector<int32_t> tokens_;  // scratch
+  int64_t clock_offset_us_ = 0;
 };
 
 }  // namespace pagedkv

@@ -24,6 +24,7 @@ class StepPhase {
   /*! \brief Page tables are consistent: within a step that is so as well. */
   void RequireNotChanging(const char* what) const;
 
+  bool is_idle() const { return phase_ == Phase::kIdle; }
   bool is_in_forward() const { return phase_ == Phase::kForward || phase_ == Phase::kAttending; }
   /*! \brief Neither pages change nor a kernel runs. */
   bool is_quiet() const { return phase_ == Phase::kIdle || phase_ == Phase::kForward; }

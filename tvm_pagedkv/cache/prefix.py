@@ -8,13 +8,13 @@ from pathlib import Path
 
 from .._functions import STATE, as_int, global_function
 from ..stores import close_worker
+from .hints import CacheHints
 from .page_map import PageMap
 from .prefix_lookup import as_salt, as_tokens, locate_prefix
-from .recurrence import CacheRecurrence
 from .tiers import tier_of
 
 
-class CachePrefix(CacheRecurrence):
+class CachePrefix(CacheHints):
     """The methods of `KVCache` that take token ids."""
 
     __slots__ = ()
@@ -65,24 +65,10 @@ class CachePrefix(CacheRecurrence):
             return global_function("pagedkv.prefix_add")(self, *arguments)
         return global_function("pagedkv.prefix_add_within")(self, *arguments, float(lookup_timeout))
 
-    def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> None:
-        """Begin to load the pages of a text from the store into host memory.
-
-        It returns at once; a later `add_sequence` finds what has arrived. Without a store it does
-        nothing.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-        salt : bytes
-            As for `add_sequence`, and so are the errors.
-        """
-        global_function("pagedkv.prefix_prefetch")(self, as_tokens(tokens), as_salt(salt))
-
     def forget_prefixes(self) -> None:
         """Forget all texts, in the pages and in host memory: later lookups do not find them.
 
-        Sequences stay, without recorded tokens. Call it when K and V of a text change, as with new
+        Sequences stay, without recorded tokens, and all hints end. Call it when K and V of a text change, as with new
         weights. A store keeps what it has: use another name of the model for it.
         """
         global_function("pagedkv.prefix_clear")(self)

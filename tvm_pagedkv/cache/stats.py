@@ -31,6 +31,8 @@ class GroupStats(TypedDict):
     """Pages that a sequence holds or a transfer has pinned."""
     num_shared_pages: int
     """Used pages with more than one owner."""
+    num_retained_pages: int
+    """Pages, cached or used, that a hint covers; see `KVCache.retain`."""
 
 
 class StateGroupStats(TypedDict):
@@ -52,6 +54,7 @@ class StateGroupStats(TypedDict):
     num_reclaimed_pages: int
     num_used_pages: int
     num_shared_pages: int
+    num_retained_pages: int
 
 
 class PrefixTierStats(TypedDict):
@@ -124,6 +127,7 @@ class CacheStats(_TieredStats):
     num_reclaimed_pages: int
     num_used_pages: int
     num_shared_pages: int
+    num_retained_pages: int
     groups: list[GroupStats]
     state_groups: list[StateGroupStats]
     num_sequences: int
@@ -149,6 +153,10 @@ class CacheStats(_TieredStats):
     """Steps that were begun."""
     num_pinned_pages: int
     """Pages that transfers keep as they are, counted once per pin."""
+    num_hints: int
+    """Hints of `KVCache.retain` and `KVCache.pin` that have not ended."""
+    num_hint_pinned_pages: int
+    """Pages that `KVCache.pin` keeps, of layer groups and state groups, counted once per pin."""
     num_send_blocks: int
     """Blocks of rows that receivers have not read yet."""
     cow_page_copies: int

@@ -26,6 +26,8 @@ int32_t PagePool::Reclaim() {
   ++content.generation;
   content.reclaimed_keepers = content.num_keepers;
   content.reclaimed_returns = content.num_returns;
+  content.reclaimed_priority = content.priority;
+  SetPriority(page, 0);
   content.num_keepers = content.num_returns = 0;
   ++num_reclaimed_;
   return page;
@@ -38,6 +40,7 @@ void PagePool::Unallocate(int32_t page) {
   --content.generation;
   content.num_keepers = content.reclaimed_keepers;
   content.num_returns = content.reclaimed_returns;
+  SetPriority(page, content.reclaimed_priority);
   content.reclaimed_keepers = kNotReclaimed;
   --num_reclaimed_;
   cached_.InsertOldest(page, RankOf(page));
@@ -77,7 +80,21 @@ void PagePool::ReleaseFrom(size_t keep, std::vector<int32_t>* pages) {
   for (; pages->size() > keep; pages->pop_back()) Release(pages->back());
 }
 
+void PagePool::SetPriority(int32_t page, uint8_t priority) {
+  Content& content = contents_[page];
+  num_retained_ += (priority > 0) - (content.priority > 0);
+  content.priority = priority;
+  if (cached_.Contains(page)) cached_.SetRank(page, RankOf(page));
+}
+
+void PagePool::ReclaimEarly(int32_t page) {
+  if (!cached_.Contains(page) || RankOf(page) > 0) return;
+  cached_.Remove(page);
+  cached_.InsertOldest(page);
+}
+
 void PagePool::Free(int32_t page) {
+  SetPriority(page, 0);
   ++contents_[page].generation;
   contents_[page].reclaimed_keepers = kNotReclaimed;
   free_.push_back(page);  // within the capacity that the constructor reserved
@@ -109,6 +126,7 @@ void PagePool::Overwrite(int32_t page) {
   Content& content = contents_[page];
   if (content.num_keepers == 0) return;
   content.num_keepers = content.num_returns = 0;
+  SetPriority(page, 0);
   ++content.generation;
   ++num_reclaimed_;
   --num_held_and_kept_;

@@ -16,8 +16,8 @@
  *
  * *Keepers* can find a page without owning it: histories of sequences and the prefix tree. A page
  * with keepers becomes cached instead of free, and it is copied before its owner overwrites it, if
- * there is room. Pages that running sequences may return to are reclaimed last, the others in the
- * order of their last use.
+ * there is room. Pages that running sequences may return to are reclaimed last, those of a higher
+ * priority after those of a lower one, and else those that were used last.
  *
  * A pool knows page ids and not their content. No call allocates memory after construction.
  */
@@ -63,6 +63,8 @@ class PagePool {
   int32_t num_shared() const { return num_shared_; }
   /*! \brief Pages with owners and keepers. */
   int32_t num_held_and_kept() const { return num_held_and_kept_; }
+  /*! \brief Pages with a priority. */
+  int32_t num_retained() const { return num_retained_; }
   /*! \brief The number of times that known content was overwritten or reclaimed. */
   int64_t num_reclaimed() const { return num_reclaimed_; }
   /*! \brief The number of times that a page with several owners got or lost one. */
@@ -111,6 +113,11 @@ class PagePool {
    * A cached page that no sequence returns to any more was in use until now.
    */
   void DropKeeper(int32_t page, Keeper keeper = Keeper::kLookup);
+  uint8_t Priority(int32_t page) const { return contents_[page].priority; }
+  /*! \brief Lets cached pages of a smaller priority be reclaimed before this content. */
+  void SetPriority(int32_t page, uint8_t priority);
+  /*! \brief Lets a cached page without a priority, and for no return, be reclaimed next. */
+  void ReclaimEarly(int32_t page);
   /*! \brief Drops all keepers of a held page, because its owner will overwrite it. */
   void Overwrite(int32_t page);
 
@@ -141,14 +148,16 @@ class PagePool {
     uint64_t generation = 0;
     int32_t num_keepers = 0;
     int32_t num_returns = 0;  // of the keepers
+    uint8_t priority = 0;
     // What Allocate dropped, for Unallocate.
     int32_t reclaimed_keepers = kNotReclaimed;
     int32_t reclaimed_returns = 0;
+    uint8_t reclaimed_priority = 0;
   };
 
   int32_t Reclaim();
   void Free(int32_t page);
-  uint8_t RankOf(int32_t page) const { return IsForReturn(page) ? kReturnRank : 0; }
+  uint8_t RankOf(int32_t page) const { return IsForReturn(page) ? kReturnRank : Priority(page); }
   /*! \brief Takes a page out of the cached ones. */
   void Uncache(int32_t page) {
     cached_.Remove(page);
@@ -165,6 +174,7 @@ class PagePool {
   int32_t num_shared_ = 0;
   int32_t num_held_and_kept_ = 0;
   int32_t num_cached_for_return_ = 0;
+  int32_t num_retained_ = 0;
   int64_t num_reclaimed_ = 0;
   int64_t num_sharing_changes_ = 0;
   PageObserver* observer_ = nullptr;

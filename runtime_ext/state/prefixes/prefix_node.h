@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "state/prefixes/prefix_children.h"
+#include "state/prefixes/prefix_hint.h"
 #include "state/tiers/page_key.h"
 
 namespace pagedkv {
@@ -99,7 +100,8 @@ struct PrefixNode {
   std::vector<StoredPage> stored;  // [page][group]
   PrefixChildren children;
   int64_t num_cursors = 0;
-  std::string salt;  // of a root
+  std::vector<PrefixHint*> hints;  // about pages of the node
+  std::string salt;                // of a root
   // Only in trees with keys.
   bool has_keys = false;
   std::vector<KeyedPage> keyed;  // [page]

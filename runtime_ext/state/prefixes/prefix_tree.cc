@@ -146,6 +146,7 @@ PrefixNode* PrefixTree::Split(PrefixNode* node, int64_t offset) {
   for (int64_t i = 0; i < offset; ++i) above->Append(node->TokensOf(i));
   PrefixNode* upper = above.get();
   upper->children.Reserve();
+  upper->hints = node->hints;
   // What follows cannot fail. The lower part stays the same object: cursors that are in the upper
   // part find it upwards.
   std::unique_ptr<PrefixNode> below = parent->children.Replace(node, std::move(above));
@@ -158,6 +159,10 @@ PrefixNode* PrefixTree::Split(PrefixNode* node, int64_t offset) {
     }
   }
   node->EraseFront(offset);
+  node->hints.erase(
+      std::remove_if(node->hints.begin(), node->hints.end(),
+                     [&](const PrefixHint* hint) { return hint->num_pages <= node->begin; }),
+      node->hints.end());
   node->parent = upper;
   upper->children.Insert(std::move(below));
   ++num_nodes_;

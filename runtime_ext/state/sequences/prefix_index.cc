@@ -160,12 +160,12 @@ void PrefixIndex::StorePages(const Sequence& sequence, const PrefixTree::TextPag
     } else if (sequence.receive == nullptr) {  // a receive moves the first page on by itself
       page = histories_->PageBehind(sequence, g, text.index);
     }
-    if (page >= 0) tree_.Store(text, g, page);
+    if (page >= 0) StorePage(text, g, page);
   }
   for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
     const int64_t state = geometry_->StateBehind(s, text.index);
     const int32_t page = state < 0 ? -1 : states_->FindPage(sequence, s, state);
-    if (page >= 0) tree_.Store(text, geometry_->StatePool(s), page);
+    if (page >= 0) StorePage(text, geometry_->StatePool(s), page);
   }
 }
 
@@ -260,7 +260,9 @@ void PrefixIndex::CheckIntegrity(const std::unordered_map<int64_t, Sequence>& se
             " positions, but only ", sequence.recordable_length(), " that may be published");
     }
   }
+  hints_.CountCursors(&num_cursors);
   tree_.CheckIntegrity(std::move(num_cursors), num_keepers);
+  hints_.CheckIntegrity();
 }
 
 }  // namespace pagedkv

@@ -26,6 +26,7 @@
 #include "state/pages/page_pool.h"
 #include "state/prefixes/prefix_tree.h"
 #include "state/sequences/page_geometry.h"
+#include "state/sequences/prefix_hints.h"
 #include "state/sequences/prefix_search.h"
 #include "state/sequences/sequence.h"
 #include "state/sequences/window_histories.h"
@@ -73,13 +74,14 @@ class PrefixIndex {
   };
 
   /*! \brief All must outlive this. */
-  PrefixIndex(const PageGeometry* geometry, std::vector<PagePool>* pools,
+  PrefixIndex(const PageGeometry* geometry, std::vector<PagePool>* pools, PagePins* pins,
               const WindowHistories* histories, const RecurrentStates* states)
       : geometry_(geometry),
         pools_(pools),
         histories_(histories),
         states_(states),
         tree_(geometry->page_size(), pools),
+        hints_(geometry, pools, pins, &tree_),
         search_(geometry, pools, &tree_) {}
   ~PrefixIndex();
   PrefixIndex(const PrefixIndex&) = delete;
@@ -120,6 +122,12 @@ class PrefixIndex {
                 std::vector<PageLoad>* loads);
   /*! \brief The pages have their content: others find them. */
   void FinishLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept;
+  /*! \brief Does not count the last Begin as a lookup. */
+  void UncountLookup() noexcept {
+    const int64_t failed_loads = counts_.failed_loads;
+    counts_ = counts_before_;
+    counts_.failed_loads = failed_loads;
+  }
   /*! \brief Undoes Begin but for the pages, whose sequence is about to be removed. */
   void CancelLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept;
   /*!
@@ -150,11 +158,21 @@ class PrefixIndex {
   /*! \brief Forgets the tokens: the pages no longer have what they stand for. */
   void Drop(Sequence* sequence) noexcept;
   /*! \brief Forgets all texts. There must be no sequences with tokens. */
-  void Clear() noexcept { tree_.Clear(); }
+  void Clear() noexcept {
+    hints_.Clear();
+    tree_.Clear();
+  }
   /*! \brief Copies what a pool is about to reclaim. */
   void SaveReclaimed(int32_t group, int32_t page) noexcept;
 
   const PrefixTree& tree() const { return tree_; }
+  PrefixHints& hints() { return hints_; }
+  const PrefixHints& hints() const { return hints_; }
+  /*!
+   * \brief Copies the pages that only this text has to the tier, and lets them be evicted first.
+   * \return Their number; see PrefixHints::Demote.
+   */
+  int64_t Demote(const std::string& salt, TokenSpan tokens, bool from_host);
   const Counts& counts() const { return counts_; }
 
   /*! \brief Checks the tree and adds its keepers to [group][page]. \throws Error (RuntimeError). */
@@ -183,12 +201,17 @@ class PrefixIndex {
   /*! \brief Copies pages of text, some of which are in the pools, to the tier. */
   void SavePages(const std::vector<PrefixTree::TextPage>& texts) noexcept;
   void StorePages(const Sequence& sequence, const PrefixTree::TextPage& text) noexcept;
+  void StorePage(const PrefixTree::TextPage& text, int32_t pool, int32_t page) noexcept {
+    tree_.Store(text, pool, page);
+    hints_.NoteStored(text, pool);
+  }
 
   const PageGeometry* geometry_;
   std::vector<PagePool>* pools_;
   const WindowHistories* histories_;
   const RecurrentStates* states_;
   PrefixTree tree_;
+  PrefixHints hints_;
   Counts counts_;
   Counts counts_before_;  // the last Begin
   mutable PrefixSearch search_;

@@ -23,6 +23,7 @@ void PrefixIndex::SetTier(HostTier* tier, PageSaver* saver, TierPolicy policy, s
   saver_ = saver;
   policy_ = policy;
   search_.SetTier(tier);
+  hints_.SetTier(tier);
   observers_ = std::move(observers);
   for (int32_t g = 0; g < geometry_->num_pools(); ++g) {
     observers_[g].index = this;
@@ -96,7 +97,7 @@ void PrefixIndex::FinishLoads(Sequence* sequence, const std::vector<PageLoad>& l
   const TokenRecord& record = *sequence->tokens;
   for (const PageLoad& load : loads) {
     if (load.index < record.cursor.num_pages) {
-      tree_.Store(tree_.At(record.cursor, load.index), load.group, load.page);
+      StorePage(tree_.At(record.cursor, load.index), load.group, load.page);
     }
   }
   AddPages(sequence);
@@ -132,6 +133,18 @@ void PrefixIndex::SavePages(const std::vector<PrefixTree::TextPage>& texts) noex
   } catch (const std::bad_alloc&) {  // the tier gets some of them
   }
   if (!saves.empty()) saver_->Save(saves);
+}
+
+int64_t PrefixIndex::Demote(const std::string& salt, TokenSpan tokens, bool from_host) {
+  std::vector<PrefixTree::TextPage> pages;
+  const int64_t num_pages = hints_.Demote(salt, tokens, from_host, &pages);
+  if (tier_ == nullptr) return num_pages;
+  auto is_partial = [&](const PrefixTree::TextPage& text) {
+    return text.node->TokensOf(text.index - text.node->begin).size < geometry_->page_size();
+  };
+  pages.erase(std::remove_if(pages.begin(), pages.end(), is_partial), pages.end());
+  SavePages(pages);
+  return num_pages;
 }
 
 void PrefixIndex::CancelLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept {

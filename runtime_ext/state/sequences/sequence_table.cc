@@ -51,7 +51,7 @@ SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
       pins_(&pools_),
       states_(&geometry_, &pools_),
       histories_(&geometry_, &pools_, &states_),
-      prefixes_(&geometry_, &pools_, &histories_, &states_) {
+      prefixes_(&geometry_, &pools_, &pins_, &histories_, &states_) {
   spare_.reserve(std::min(max_num_sequences, kMaxSpare));
 }
 
@@ -150,6 +150,7 @@ void SequenceTable::CancelLoads(int64_t id, const std::vector<PageLoad>& loads) 
 }
 
 void SequenceTable::ForgetTexts() noexcept {
+  prefixes_.hints().Clear();  // before their texts go
   for (auto& [id, sequence] : sequences_) prefixes_.Drop(&sequence);
   prefixes_.Clear();
   if (prefixes_.tier() != nullptr) prefixes_.tier()->Clear();
@@ -337,6 +338,7 @@ void SequenceTable::Clear() {
   Settle();
   ++num_changes_;
   ++num_removals_;
+  prefixes_.hints().Clear();
   for (auto& [id, sequence] : sequences_) {
     FinishReceive(&sequence);
     prefixes_.Drop(&sequence);
@@ -394,6 +396,8 @@ void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* wha
   }
   std::string where = num_groups() > 1 ? " in layer group " + std::to_string(group) : "";
   if (s >= 0) where = " in state group " + std::to_string(s) + ", for states of recurrent layers";
+  const int64_t num_hinted = prefixes_.hints().num_pins();
+  if (num_hinted > 0) who << "; hints pin " << num_hinted << " pages in all groups";
   Raise(kCacheFullError, what, " needs ", num_needed, " pages, but ", pools_[group].num_available(),
         " of ", pools_[group].num_pages(), " are available", where, who.str());
 }

@@ -142,7 +142,9 @@ HostSlots::Slot* HostSlots::ParentOf(const Slot& slot) {
 void HostSlots::Attach(int32_t slot) {
   const Slot& attached = slots_[slot];
   Group& group = groups_[attached.group];
-  if (attached.num_children == 0) group.unused.Insert(slot - group.first_slot);
+  if (attached.num_children == 0) {
+    group.unused.Insert(slot - group.first_slot, attached.priority);
+  }
   Slot* parent = ParentOf(attached);
   if (parent == nullptr) return;
   parent->is_used = false;
@@ -161,17 +163,19 @@ void HostSlots::Detach(int32_t slot, bool is_in_use) {
   if (!IsUnused(detached.parent)) return;
   // Unless it was used since, it was last used with the child that is evicted: it goes next.
   const int32_t index = detached.parent - group.first_slot;
-  is_in_use || parent->is_used ? group.unused.Insert(index) : group.unused.InsertOldest(index);
+  is_in_use || parent->is_used ? group.unused.Insert(index, parent->priority)
+                               : group.unused.InsertOldest(index, parent->priority);
   parent->is_used = false;
 }
 
-void HostSlots::Publish(int32_t slot, const PageKey& key, const PageKey& parent,
-                        bool is_from_store) {
+void HostSlots::Publish(int32_t slot, const PageKey& key, const PageKey& parent, bool is_from_store,
+                        uint8_t priority) {
   Slot& published = slots_[slot];
   published.parent = Find(published.group, parent);
   if (published.parent != kNone) published.parent_generation = Generation(published.parent);
   published.num_children = 0;
   published.is_used = false;
+  published.priority = priority;
   int32_t* bucket = BucketOf(published.group, key);
   published.key = key;
   published.state = State::kPublished;
@@ -200,7 +204,20 @@ void HostSlots::Touch(int32_t slot) {
   if (!IsUnused(slot)) return;
   Group& group = groups_[touched.group];
   group.unused.Remove(slot - group.first_slot);
-  group.unused.Insert(slot - group.first_slot);
+  group.unused.Insert(slot - group.first_slot, touched.priority);
+}
+
+void HostSlots::SetPriority(int32_t slot, uint8_t priority) {
+  slots_[slot].priority = priority;
+  Group& group = groups_[GroupOf(slot)];
+  if (IsUnused(slot)) group.unused.SetRank(slot - group.first_slot, priority);
+}
+
+void HostSlots::EvictEarly(int32_t slot) {
+  if (!IsUnused(slot) || slots_[slot].priority > 0) return;
+  Group& group = groups_[GroupOf(slot)];
+  group.unused.Remove(slot - group.first_slot);
+  group.unused.InsertOldest(slot - group.first_slot);
 }
 
 void HostSlots::Unlink(int32_t slot) {

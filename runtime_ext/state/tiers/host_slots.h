@@ -11,7 +11,8 @@
  * published slot with pins is not reused; one that is forgotten meanwhile becomes free with its
  * last pin.
  *
- * Eviction takes the least recently used slot without pins or children. A child is a slot without
+ * Eviction takes a slot without pins or children, of the smallest priority, and of these the least
+ * recently used one. A child is a slot without
  * pins whose page of text follows, and which was published later. So using the last page of a text
  * keeps all pages before it, without a visit to them.
  *
@@ -86,12 +87,17 @@ class HostSlots {
    * \param key Must be new.
    * \param parent The key of the page before.
    */
-  void Publish(int32_t slot, const PageKey& key, const PageKey& parent, bool is_from_store);
+  void Publish(int32_t slot, const PageKey& key, const PageKey& parent, bool is_from_store,
+               uint8_t priority = 0);
   void Pin(int32_t slot);
   /*! \brief Removes a pin; the slot was used just now. */
   void Unpin(int32_t slot);
   /*! \brief Marks a published slot as used just now. */
   void Touch(int32_t slot);
+  /*! \brief Lets unused slots of a smaller priority be evicted before a published one. */
+  void SetPriority(int32_t slot, uint8_t priority);
+  /*! \brief Lets an unused slot without a priority be evicted next. */
+  void EvictEarly(int32_t slot);
   /*! \brief Whether a published slot has no pins and no children. */
   bool IsUnused(int32_t slot) const {
     return slots_[slot].num_pins == 0 && slots_[slot].num_children == 0;
@@ -114,6 +120,7 @@ class HostSlots {
     int32_t parent = kNone;  // the slot of the page before, while it has this generation
     uint64_t parent_generation = 0;
     int32_t num_children = 0;
+    uint8_t priority = 0;
     State state = State::kFree;
     bool is_from_store = false;
     bool is_used = false;  // it was used after its children

@@ -64,7 +64,7 @@ void HostTier::Publish(int32_t slot, const PageText& text, uint64_t data_checksu
   if (slots_.Find(slots_.GroupOf(slot), text.key) >= 0) {  // a lookup brought it meanwhile
     return slots_.Release(slot);
   }
-  slots_.Publish(slot, text.key, text.parent, /*is_from_store=*/false);
+  slots_.Publish(slot, text.key, text.parent, /*is_from_store=*/false, PriorityOf(text.key));
   ++counts_.saved;
   if (has_store_ && !is_closed_) QueuePut(slot);
 }
@@ -80,6 +80,31 @@ bool HostTier::Touch(int32_t group, const PageKey& key) noexcept {
   const int32_t slot = slots_.Find(group, key);
   if (slot >= 0) slots_.Touch(slot);
   return slot >= 0;
+}
+
+void HostTier::ReservePriorities(const std::vector<PageKey>& keys) {
+  const Lock lock(mutex_);
+  for (const PageKey& key : keys) priorities_.emplace(key, 0);  // what is left over does no harm
+}
+
+void HostTier::SetPriority(const PageKey& key, uint8_t priority) noexcept {
+  const Lock lock(mutex_);
+  const auto found = priorities_.find(key);
+  if (found == priorities_.end()) return;
+  found->second = priority;
+  if (priority == 0) priorities_.erase(found);
+  for (int32_t g = 0; g < slots_.num_groups(); ++g) {
+    const int32_t slot = slots_.Find(g, key);
+    if (slot >= 0) slots_.SetPriority(slot, priority);
+  }
+}
+
+void HostTier::EvictEarly(const PageKey& key) noexcept {
+  const Lock lock(mutex_);
+  for (int32_t g = 0; g < slots_.num_groups(); ++g) {
+    const int32_t slot = slots_.Find(g, key);
+    if (slot >= 0) slots_.EvictEarly(slot);
+  }
 }
 
 void HostTier::Clear() noexcept {

@@ -13,12 +13,14 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -95,6 +97,12 @@ class HostTier {
    * \return Whether it is there.
    */
   bool Touch(int32_t group, const PageKey& key) noexcept;
+  /*! \brief Makes room so that SetPriority cannot fail for these keys. May throw bad_alloc. */
+  void ReservePriorities(const std::vector<PageKey>& keys);
+  /*! \brief Evicts values of a smaller priority before this one, also if it comes later. */
+  void SetPriority(const PageKey& key, uint8_t priority) noexcept;
+  /*! \brief Evicts the values of a page without a priority before all others. */
+  void EvictEarly(const PageKey& key) noexcept;
   /*! \brief Forgets all values in memory; lookups end. What goes to the store goes on. */
   void Clear() noexcept;
 
@@ -137,6 +145,13 @@ class HostTier {
     std::shared_ptr<StoreLookup> lookup;  // null for puts
   };
   using Lock = std::unique_lock<std::mutex>;
+  struct HashOfKey {  // keys are digests: any part of them is a hash
+    size_t operator()(const PageKey& key) const {
+      size_t hash;
+      std::memcpy(&hash, key.data(), sizeof(hash));
+      return hash;
+    }
+  };
 
   /*! \brief Queues a published value for the store, or counts it as dropped. */
   void QueuePut(int32_t slot) noexcept;
@@ -161,7 +176,13 @@ class HostTier {
   const bool has_store_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
+  uint8_t PriorityOf(const PageKey& key) const {
+    const auto found = priorities_.find(key);
+    return found == priorities_.end() ? 0 : found->second;
+  }
+
   HostSlots slots_;
+  std::unordered_map<PageKey, uint8_t, HashOfKey> priorities_;  // of pages of text that have one
   Counts counts_;
   std::deque<Put> puts_;
   std::deque<std::shared_ptr<StoreLookup>> lookups_;

@@ -280,7 +280,8 @@ std::vector<std::string> HostTier::FinishGet(const OpenJob& open,
     counts_.fetched += is_good[i];
     const bool is_new = slots_.Find(slots_.GroupOf(slot), texts[i].key) < 0;
     if (is_good[i] && is_new && !lookup->is_cancelled) {
-      slots_.Publish(slot, texts[i].key, texts[i].parent, /*is_from_store=*/true);
+      slots_.Publish(slot, texts[i].key, texts[i].parent, /*is_from_store=*/true,
+                     PriorityOf(texts[i].key));
     } else {
       slots_.Release(slot);
     }

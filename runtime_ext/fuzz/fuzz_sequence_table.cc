@@ -244,7 +244,7 @@ class World {
     if (what == 0) {
       hints.Release(number);
     } else if (what == 1) {
-      hints.Expire(now_ += number);
+      hints.Expire(now_ += bytes->Next());
     } else if (!texts_.empty()) {
       const std::vector<int32_t> tokens = DrawText(bytes);
       const TokenSpan text{tokens.data(), static_cast<int64_t>(tokens.size())};

@@ -115,6 +115,10 @@ STEP_TOKENS = shape(
 )  # fmt: skip
 SALT = Kind(lambda: b"salt", {})
 SECONDS = Kind(lambda: 0.5, {"negative": lambda: -1.0, "nan": lambda: float("nan")})
+TTL = Kind(lambda: 0.5, {**SECONDS.wrong, "zero": lambda: 0.0})
+TIER = Kind(
+    lambda: "", {"unknown": lambda: "disk", "none": lambda: "host", "store": lambda: "store"}
+)
 TIERS = {
     "host_bytes": 1 << 20, "model_id": "", "write_policy": "back", "min_hits": 1,
     "lookup_timeout": 0.0, "has_store": False,
@@ -221,6 +225,12 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "prefix_clear": ("idle", []),
     OWN + "prefix_flush": ("any", [Kind(lambda: 0.5, {})]),
     OWN + "prefix_open": ("textless", [TIER_OPTIONS]),
+    OWN + "prefix_retain": ("idle", [TOKENS, SALT, integer(50, 0, -1, 101, 2**40), TTL]),
+    OWN + "prefix_pin": ("idle", [TOKENS, SALT, TTL]),
+    OWN + "prefix_release": ("hint", [integer(1, 0, -1, 2, 2**40)]),
+    OWN + "prefix_demote": ("idle", [TOKENS, SALT, TIER]),
+    OWN + "prefix_load": ("idle", [TOKENS, SALT]),
+    OWN + "prefix_advance_clock": ("idle", [SECONDS]),
     OWN + "prefix_record": ("any", [SEQ, integer(6, 0, 5, 7, -1), NO_TOKENS]),
     OWN + "prefix_record_step": ("step", [STEP_TOKENS]),
     OWN + "prefix_length": ("any", [SEQ]),

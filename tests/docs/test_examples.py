@@ -20,6 +20,7 @@ PRINTS = {
     "relax_model.py": r"\[84, 104, 101(, \d+){8}\] in 10 positions",
     "prefix_reuse.py": r"([1-9]\d*) of \d+ pages in use are shared",
     "prefix_cache.py": r"\b[12]\d\d of \d+ tokens were not computed",
+    "agents.py": r"the agent goes on: [1-9]\d\d of \d+ tokens were there",
     "chat_turns.py": r"turn 5: reused 3\d\d of 4\d\d tokens; first token after \d+ ms",
     "quantized.py": r"int8: 1/3\.[4-9] of the bytes, divergence \d\.\de-\d+, \d+ tokens",
     "speculative.py": r"6\d tokens in [1-3]\d steps",  # fewer than one for each token

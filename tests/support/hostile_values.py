@@ -37,6 +37,7 @@ def make_world(phase: str) -> Any:
         and steps spans;
         "textless": outside a step, before any tokens are recorded;
         "lists": within a step, with layers that attend to lists and an index lane;
+        "hint": outside a step, with hint 1;
         "receive": while sequence 2 receives; "send": while sequence 1 is sent to receiver 0.
     """
     if phase == "windows":
@@ -72,6 +73,8 @@ def make_world(phase: str) -> Any:
         cache.end_forward()
     if phase == "receive":
         tvm_ffi.get_global_func("vm.builtin.kv_cache_disagg_prepare_recv")(cache, 2, 3)
+    if phase == "hint":
+        tvm_ffi.get_global_func("pagedkv.prefix_retain")(cache, Shape([0] * 8), b"", 50, 1e3)
     if phase == "send":
         handler, num_slots = tvm_ffi.convert(lambda block: None), Shape([64] * 3)
         tvm_ffi.get_global_func("pagedkv.set_send_handler")(cache, 0, handler, num_slots)

@@ -105,9 +105,7 @@ class CacheHints(CacheRecurrence):
         """
         return bool(global_function("pagedkv.prefix_release")(self, as_int("hint", hint)))
 
-    def demote(
-        self, tokens: Sequence[int], salt: bytes = b"", tier: str | None = None
-    ) -> int:
+    def demote(self, tokens: Sequence[int], salt: bytes = b"", tier: str | None = None) -> int:
         """Evict the pages that only this text has before all others.
 
         Call it for a text that will not come soon, or not at all. Pages that another text, a

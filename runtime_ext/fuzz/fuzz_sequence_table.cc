@@ -50,7 +50,9 @@ class World {
         pages_(&table_, sizes),
         states_(&table_, sizes) {
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      if (sizes.num_pages[g] % 2) plan_.SharePrefixes(g, /*min_saved_positions=*/2);
+      // Caches share no pages in groups with a window.
+      if (sizes.num_pages[g] % 2 && !table_.geometry().HasWindow(g))
+        plan_.SharePrefixes(g, /*min_saved_positions=*/2);
     }
   }
 

@@ -79,9 +79,10 @@ def test_a_hint_ends_with_its_time():
     advance_clock(texts.cache, 1.5)
     assert texts.cache.stats()["num_hints"] == 1
     texts.start(0, PROMPT)
-    with texts.cache.forward([0], [1]), pytest.raises(ValueError, match="prefix_advance_clock"):
+    texts.cache.begin_forward([0], [1])
+    with pytest.raises(ValueError, match="prefix_advance_clock"):
         advance_clock(texts.cache, 3600)
-    texts.cache.pop_n(0, 1)
+    texts.cache.abort_forward()
     advance_clock(texts.cache, 3600)
     assert texts.cache.stats()["num_hint_pinned_pages"] == 0
     texts.cache.check_integrity()

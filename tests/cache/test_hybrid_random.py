@@ -34,9 +34,9 @@ def test_random_operations(case, tmp_path):
     for _ in range(700):
         world.do()
     print(world.counts)
-    for name in ("steps", "aborts", "forks", "pops", "reused", "lists", "blocks", "budgets"):
+    for name in ("steps", "aborts", "forks", "pops", "lists", "blocks", "budgets"):
         assert world.counts[name] > 8, name
-    for name in ("commits", "files", "forgotten"):
+    for name in ("commits", "files", "forgotten", "reused", "hints"):
         assert world.counts[name] > 1, name
 
 

@@ -203,6 +203,64 @@ def test_layers_share_values_only_with_those_of_their_group():
         assert cache.close_prefixes()
 
 
+def test_running_sequences_go_back_anywhere_within_the_capacity():
+    """24 sequences share a prefix and fork and pop at random, beside texts that come and go."""
+    config = world_config("float32", checkpoint_tokens=16)
+    config = replace(
+        config,
+        num_layers=2,
+        layers=[config.layers[1], pkv.LayerSpec("mha")],
+        kv_dtype=None,
+        max_num_sequences=24,
+        max_total_tokens=900,
+    )
+    cache, rng = pkv.create(config), np.random.default_rng(9)
+    layer = Layer(config.layers[0].recurrent, config.layers[0].conv, "float32", rng)
+    qkv = np.zeros((48, 4, 16), "float32")
+    texts: dict[int, list[int]] = {}
+
+    def append(seq_id: int, tokens: list[int], check: bool = True) -> None:
+        texts[seq_id] += tokens
+        with cache.forward([seq_id], [len(tokens)], tokens=tokens):
+            outputs = layer.run(cache, 0, tokens)
+            cache.attention(1, qkv[: len(tokens)])
+        for found, wanted in zip(outputs, layer.expected(texts[seq_id]), strict=True):
+            wanted = wanted[-len(tokens) :]
+            assert not check or np.abs(found.numpy() - wanted).max() < 3e-5, seq_id
+
+    def tokens(count: int) -> list[int]:
+        return [int(token) for token in rng.integers(NUM_TOKENS, size=count)]
+
+    texts[0] = []
+    cache.add_sequence(0, [])
+    append(0, tokens(40))
+    for seq_id in range(1, 24):
+        cache.fork_sequence(0, seq_id)
+        texts[seq_id] = list(texts[0])
+    for turn in range(400):
+        seq_id, length = int(rng.integers(24)), int(rng.integers(1, 56))
+        if turn % 8 == 0:  # a text that nobody runs any more, as long as there is room
+            texts[99] = []
+            cache.add_sequence(99, [])
+            append(99, tokens(32), check=False)
+            cache.remove_sequence(99)
+        if length > len(texts[seq_id]):
+            append(seq_id, tokens(min(length - len(texts[seq_id]), 24)))
+        elif turn % 2:
+            cache.pop_n(seq_id, len(texts[seq_id]) - length)
+            texts[seq_id] = texts[seq_id][:length]
+            append(seq_id, tokens(1))
+        else:
+            child = (seq_id + 1) % 24
+            cache.remove_sequence(child)
+            cache.fork_sequence(seq_id, child, length)
+            texts[child] = texts[seq_id][:length]
+            append(child, tokens(1))
+    stats = cache.stats()
+    assert stats["groups"][0]["num_reclaimed_pages"] > 50
+    cache.check_integrity()
+
+
 def test_a_bundle_has_recurrent_layers(tmp_path):
     """Its caches may have other capacities than those that it was written for."""
     world = World(2, "float32", checkpoint_tokens=8, history_tokens=16)

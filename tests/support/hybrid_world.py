@@ -63,6 +63,7 @@ class HybridWorld(World):
         )
         self.config = hybrid_config(self.config)
         self.folder = folder
+        self.hints: list[int] = []
         # Columns of different sizes let the pages of a text differ.
         width = self.rng.lognormal(size=DIM)
         shapes = {i: (NUM_TOKENS, HEADS + 4, DIM) for i in (0, 3, LISTED, BOUNDED)}
@@ -87,10 +88,29 @@ class HybridWorld(World):
         elif chance < 0.06 and self.old:
             self.cache.prefetch(self.old[int(self.rng.integers(len(self.old)))])
             self.count("prefetches")
-        elif chance < 0.1 and self.texts:
+        elif chance < 0.08 and self.old:
+            self.hint(self.old[int(self.rng.integers(len(self.old)))])
+        elif chance < 0.12 and self.texts:
             self.record(int(self.rng.choice(list(self.texts))))
         else:
             super().do()
+
+    def hint(self, tokens: list[int]) -> None:
+        """Give a hint about a text, or end one."""
+        what = int(self.rng.integers(4))
+        if what == 0:
+            self.hints.append(self.cache.retain(tokens, priority=int(self.rng.integers(1, 101))))
+        elif what == 1:
+            try:
+                self.hints.append(self.cache.pin(tokens))
+            except pkv.CacheFullError:
+                self.count("refused pins")
+        elif what == 2:
+            self.cache.demote(tokens)
+        while len(self.hints) > 3 or (what == 3 and self.hints):
+            self.cache.release(self.hints.pop(0))
+        self.cache.check_integrity()
+        self.count("hints")
 
     def record(self, seq_id: int) -> None:
         """Tell tokens of a sequence that are not known yet, some or all."""

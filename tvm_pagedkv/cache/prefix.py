@@ -68,8 +68,9 @@ class CachePrefix(CacheHints):
     def forget_prefixes(self) -> None:
         """Forget all texts, in the pages and in host memory: later lookups do not find them.
 
-        Sequences stay, without recorded tokens, and all hints end. Call it when K and V of a text change, as with new
-        weights. A store keeps what it has: use another name of the model for it.
+        Sequences stay, without recorded tokens, and all hints end. Call it when K and V of a text
+        change, as with new weights. A store keeps what it has: use another name of the model for
+        it.
         """
         global_function("pagedkv.prefix_clear")(self)
 

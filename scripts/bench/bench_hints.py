@@ -33,6 +33,7 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 
 PAGE_SIZE = 16
+VOCAB_SIZE = 256  # at most that of the included model
 PAUSE_S = (5.0, 60.0, 600.0)  # the shortest, usual and longest wait for a tool
 
 
@@ -219,17 +220,19 @@ def small_caches(num_tokens: Sequence[int]) -> tuple[Callable, list[pkv.KVCache]
     return compute, caches
 
 
-def model_caches(num_tokens: Sequence[int]) -> tuple[Callable, list[pkv.KVCache], int]:
-    """Return the same for the included model, and the size of its vocabulary."""
+def model_caches(num_tokens: Sequence[int]) -> tuple[Callable, list[pkv.KVCache]]:
+    """Return the same for the included model."""
     from tvm_pagedkv.models import DecoderModel
 
     model = DecoderModel.from_pretrained()
 
     def compute(cache: pkv.KVCache, tokens: np.ndarray) -> None:
-        model.prefill(cache, [0], [tokens.tolist()])
+        chunk = cache.description["prefill_chunk_size"]
+        for begin in range(0, len(tokens), chunk):
+            model.prefill(cache, [0], [tokens[begin : begin + chunk].tolist()])
 
     caches = [model.create_cache(max_num_sequences=1, max_total_tokens=each) for each in num_tokens]
-    return compute, caches, model.tokenizer.get_vocab_size()
+    return compute, caches
 
 
 def main() -> None:
@@ -246,8 +249,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     sizes = Sizes(agents=options.agents, users=options.users).scaled(options.scale)
-    vocab_size, rows = 500, []
-    trace = generate(options.seed, sizes, vocab_size)
+    rows, trace = [], generate(options.seed, sizes, VOCAB_SIZE)
     longest = max(len(request.text) for request in trace.requests) + PAGE_SIZE
     print(
         f"{len(trace.requests)} requests, {sum(len(r.prompt) for r in trace.requests)} tokens of "
@@ -255,9 +257,8 @@ def main() -> None:
     )
     for share in options.pools:
         tokens = max(round(trace.num_pages * share) * PAGE_SIZE, 2 * longest)
-        compute, caches = (
-            model_caches([tokens] * 2)[:2] if options.model else small_caches([tokens] * 2)
-        )
+        make_caches = model_caches if options.model else small_caches
+        compute, caches = make_caches([tokens] * 2)
         runs = [Run(caches[i], compute, trace, has_hints=bool(i)) for i in (0, 1)]
         for number, request in enumerate(trace.requests):
             for run in runs if number % 2 else runs[::-1]:

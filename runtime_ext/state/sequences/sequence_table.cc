@@ -30,14 +30,6 @@ std::vector<PagePool> MakePools(const std::vector<int32_t>& num_pages,
 
 }  // namespace
 
-void RequireWritten(const Sequence& sequence, int64_t end, const char* what) {
-  const int64_t first = sequence.first_unwritten;
-  if (first >= end) return;
-  Raise(kValueError, "sequence ", sequence.id, " cannot ", what, ": a step that ended without all ",
-        "layers left out the row at position ", first, "; pop the sequence back to length ", first,
-        " or less and append the tokens again");
-}
-
 SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
                              const std::vector<int32_t>& num_pages, std::vector<int64_t> windows,
                              std::vector<StateGroup> state_groups,
@@ -104,14 +96,7 @@ Sequence* SequenceTable::Insert(int64_t id) {
     Sequences::node_type node = std::move(spare_.back());
     spare_.pop_back();
     node.key() = node.mapped().id = id;
-    Sequence* sequence = &sequences_.insert(std::move(node)).position->second;
-    for (int32_t g = 0; g < num_groups(); ++g) {
-      sequence->histories[g].SetKeeper(KeeperOf(g), &pools_[g]);
-    }
-    for (int32_t s = 0; s < num_state_groups(); ++s) {
-      sequence->states[s].history.SetKeeper(Keeper::kReturn, &pools_[geometry_.StatePool(s)]);
-    }
-    return sequence;
+    return KeepHistories(&sequences_.insert(std::move(node)).position->second);
   }
   Sequence sequence;
   sequence.id = id;
@@ -119,11 +104,18 @@ Sequence* SequenceTable::Insert(int64_t id) {
   sequence.pages.resize(num_groups);
   sequence.first_pages.resize(num_groups, 0);
   sequence.histories.resize(num_groups);
-  for (int32_t g = 0; g < geometry_.num_groups(); ++g) {
-    sequence.histories[g].SetKeeper(KeeperOf(g), &pools_[g]);
-  }
   sequence.states.resize(static_cast<size_t>(num_state_groups()));
-  return &sequences_.emplace(id, std::move(sequence)).first->second;
+  return KeepHistories(&sequences_.emplace(id, std::move(sequence)).first->second);
+}
+
+Sequence* SequenceTable::KeepHistories(Sequence* sequence) noexcept {
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    sequence->histories[g].SetKeeper(KeeperOf(g), &pools_[g]);
+  }
+  for (int32_t s = 0; s < num_state_groups(); ++s) {
+    sequence->states[s].history.SetKeeper(Keeper::kReturn, &pools_[geometry_.StatePool(s)]);
+  }
+  return sequence;
 }
 
 void SequenceTable::Add(int64_t id) { Insert(id); }

@@ -185,6 +185,8 @@ class SequenceTable {
 
  private:
   Sequence* Insert(int64_t id);
+  /*! \brief Prepares the histories of a new sequence. */
+  Sequence* KeepHistories(Sequence* sequence) noexcept;
   /*! \brief As what the histories of a sequence without a window keep their pages. */
   Keeper KeeperOf(int32_t group) const {
     return pools_[group].num_pages() < capacity_pages_ ? Keeper::kLookup : Keeper::kReturn;

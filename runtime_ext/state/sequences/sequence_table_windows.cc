@@ -17,6 +17,14 @@ void RequireNoWindow(const Sequence& sequence, const char* what) {
         sequence.window.size > 0 ? "a sliding window" : "dropped positions behind its sinks");
 }
 
+void RequireWritten(const Sequence& sequence, int64_t end, const char* what) {
+  const int64_t first = sequence.first_unwritten;
+  if (first >= end) return;
+  Raise(kValueError, "sequence ", sequence.id, " cannot ", what, ": a step that ended without all ",
+        "layers left out the row at position ", first, "; pop the sequence back to length ", first,
+        " or less and append the tokens again");
+}
+
 void SequenceTable::CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const {
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   At(id);

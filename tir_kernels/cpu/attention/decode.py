@@ -2,8 +2,9 @@
 """Attention of one query row per sequence over its pages: split-KV decode.
 
 The work is bound by reading K and V once, so it is split by pages: tasks take splits of the pages
-of the batch from a queue. A sequence whose pages are in one split is finished there; the others
-leave partial states, which are merged in the same call.
+of the batch from a queue. The pages of a sequence are cut into segments at places of its own. A
+sequence whose segments are in one split is finished there; the others leave partial states, which
+are merged in the same call, in the order of positions.
 """
 
 from dataclasses import replace
@@ -17,15 +18,15 @@ from ...semantics.visibility import CausalMask, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
-from ..components.kv_blocks import KvBlocks, VisibleSpans
 from ..components.kv_operands import single_row_operands
 from ..components.kv_rows import PagedRows
 from ..components.output import Output
-from ..components.page_schedule import PageSchedule, Pairs
+from ..components.page_schedule import PageSchedule, Pairs, Slots
 from ..components.partial_states import PartialStates
-from ..components.query_rows import QueryRows, max_local_heads
+from ..components.query_rows import max_local_heads
 from ..components.rotation import rotation_of
-from ..components.single_row_products import helpers_of, products_of
+from ..components.row_segments import RowSegments, finish
+from ..components.single_row_products import helpers_of
 from ..components.work import TASKS, Queue
 from ..conversion import require_half_conversion
 from ..simd import import_llvm, index_temp
@@ -48,66 +49,33 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
     tables_per_row : int32 expression, optional
         Page tables of a row of Q, each of which is a sequence; see `PageSchedule`.
     """
-    is_listed, rope, batch_size = T.meta_var((kind is not PagedRows, a.rope, a.batch_size))
-    group = T.meta_var(spec.group_size)
-    page_size = T.meta_var(1 if is_listed else spec.page_size)
+    batch_size, group = T.meta_var((a.batch_size, spec.group_size))
+    page_size = T.meta_var(spec.page_size if kind is PagedRows else 1)
     schedule = PageSchedule(
         replace(spec, page_size=page_size), a.page_indptr, batch_size, tables_per_row
     )
     schedule.begin()
-    states = PartialStates(spec, schedule.num_splits, max_local_heads(spec) * group)
+    slots = Slots(schedule)
+    slots.begin()
+    states = PartialStates(spec, slots.num_slots, max_local_heads(spec) * group)
     output = Output(spec, a, begin_with_sinks=True)
     queue = Queue()
     queue.begin()
     ops.begin([a.q, *arrays_of(a.pages)])
-    import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers_of(spec, is_listed))
+    helpers = T.meta_var(helpers_of(spec, kind is not PagedRows))
+    import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers)
 
     for _ in T.parallel(schedule.num_tasks, annotations=TASKS):
-        rope.begin_task()
-        rows = QueryRows(spec, ops, rope, a.sm_scale)
-        rows.begin()
-        products = products_of(spec, ops, rows, is_listed)
-        pair, spans, kv = Pairs(schedule), VisibleSpans(a), KvBlocks(spec, a, kind)
+        segments, pair = RowSegments(spec, ops, a, states, output, kind), Pairs(schedule)
+        segments.begin()
         pair.begin()
         split_id = T.cast(queue.take(), "int32")
         while split_id < schedule.num_splits:
             pair.begin_split(split_id)
             while pair.has_next():
                 pair.take()
-                sequence, first_head = T.meta_var((pair.sequence, pair.first_head))
-                token = T.meta_var(pair.row)
-                position = T.meta_var(a.q_rope_position[sequence])
-                kv_len = T.meta_var(a.lengths.kv_len(sequence, pair.num_pages))
-                spans.begin_sequence(sequence, kv_len, position)
-                rope.begin_sequence(spans.length)
-                kv.begin_pair(sequence, first_head, pair.num_heads)
-                for head in range(pair.num_heads):
-                    rows.load_q(a.q, token, first_head + head, head, position)
-                    products.begin_head(head)
-                    if a.sink_logits is not None:
-                        if pair.first_page == 0:  # not in a split that goes on
-                            rows.begin_with_sinks(a.sink_logits, first_head + head, head)
-                for span in range(spans.count):
-                    spans.take(span)
-                    kv.begin_span(spans, pair.first_page * page_size, pair.last_page * page_size)
-                    for block in range(kv.num_blocks):
-                        kv.begin_block(block)
-                        products.begin_block(kv, spans.k_offset)
-                        for head in range(pair.num_heads):
-                            kv.begin_head(head)
-                            products.multiply_q_k(kv)
-                            rows.mask(kv, spans.k_offset)
-                            products.take_v(kv)
-                            for row_block in range(rows.blocking.row_blocks):
-                                rows.update_softmax(head, row_block)
-                                products.add_weighted_v(kv, row_block)
-                products.finish(pair.num_heads)
-                rows.finish(pair.num_heads)
-                for i in range(pair.num_heads * group):
-                    if pair.is_whole:
-                        output.finish(token, first_head * group + i, *rows.result(i))
-                    else:
-                        states.put(split_id, pair.first_page > 0, i, *rows.result(i))
+                if pair.num_segments > 0:
+                    segments.attend(pair, page_size, slots.first(split_id))
             split_id = T.cast(queue.take(), "int32")
 
     cut = Pairs(schedule)
@@ -117,9 +85,13 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
         if cut.num_splits > 0:
             cut_token = T.meta_var(cut.row)
             for i in range(cut.num_heads * group):
-                head = T.meta_var(cut.first_head * group + i)
-                states.merge(split_id, cut.num_splits, i, output, cut_token, head)
+                head, at = T.meta_var((cut.first_head * group + i, states.at(slots.first(split_id), i)))
+                for other in range(split_id + 1, split_id + cut.num_splits):
+                    for slot in range(slots.first(other) + 1, slots.first(other + 1)):
+                        states.add(at, *states.result(states.at(slot, i)))
+                finish(a.rope, output, cut_token, head, *states.result(at))
     states.free()
+    slots.free()
     for sequence in range(batch_size):
         if a.page_indptr[sequence + 1] == a.page_indptr[sequence]:  # it is in no split
             first = T.meta_var(schedule.first_head_of(sequence) * group)

@@ -65,7 +65,7 @@ def attend(spec, a, ops, num_positions, single_ops=None):
     many_rows = T.meta_var(num_tasks * (TILES_PER_TASK * tiling.tokens))
     has_many = num_rows * spec.num_kv_heads >= T.cast(many_rows, "int64")
     max_tokens = T.if_then_else(has_many, tiling.tokens, (tiling.tokens + 1) // 2)
-    singles = T.meta_var(Singles(spec, single_ops, a) if has_singles else None)
+    singles = T.meta_var(Singles(spec, single_ops, a, num_tasks) if has_singles else None)
     if a.tree is not None:
         a.tree.begin()
     queue, singles_queue = Queue(), Queue()
@@ -91,7 +91,7 @@ def attend(spec, a, ops, num_positions, single_ops=None):
             rows.begin_task()
             kv.begin_task()
             if has_singles:
-                singles.begin_task()
+                singles.begin_task(task)
                 for turn in range(2):
                     if (task + turn) % 2 == 0:
                         singles.attend(singles_queue, num_tasks)
@@ -100,6 +100,8 @@ def attend(spec, a, ops, num_positions, single_ops=None):
             else:
                 attend_tiles(spec, a, mask, tiles, rows, kv, scores)
             ops.end_task()
+    if has_singles:
+        singles.states.free()
 
 
 @inline

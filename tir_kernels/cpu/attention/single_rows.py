@@ -5,10 +5,11 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..components.kv_blocks import KvBlocks, VisibleSpans
 from ..components.output import Output
-from ..components.query_rows import QueryRows, max_local_heads
-from ..components.single_row_products import products_of
+from ..components.page_schedule import segment_of
+from ..components.partial_states import PartialStates
+from ..components.query_rows import max_local_heads
+from ..components.row_segments import RowSegments
 from ..components.work import cut
 from ..simd import index_temp
 
@@ -24,11 +25,13 @@ class Singles:
     ops : operands object
         As `kv_operands.single_row_operands` chooses it.
     a : the kernel's arguments, with `lengths`.
+    num_tasks : int32 expression
     """
 
-    def __init__(self, spec: KernelSpec, ops, a):
+    def __init__(self, spec: KernelSpec, ops, a, num_tasks):
         self.spec, self.a = spec, a
         self.output = Output(spec, a, begin_with_sinks=True)
+        self.states = PartialStates(spec, num_tasks, max_local_heads(spec) * spec.group_size)
         self.ops = ops
 
     def has(self, sequence):
@@ -43,12 +46,12 @@ class Singles:
         is_recent = a.q_rope_position[row] <= gap.sinks + gap.back
         return T.And(is_single, T.And(own - gap.back <= gap.begin, is_recent))
 
-    def begin_task(self) -> None:
+    def begin_task(self, task) -> None:
         """Make the buffers of a task."""
-        self.rows = QueryRows(self.spec, self.ops, self.a.rope, self.a.sm_scale)
-        self.products = products_of(self.spec, self.ops, self.rows)
-        self.spans, self.kv = VisibleSpans(self.a), KvBlocks(self.spec, self.a)
-        self.rows.begin()
+        self.task = task
+        self.segments = RowSegments(self.spec, self.ops, self.a, self.states, self.output)
+        self.pair = WholePair(self.spec, self.a)
+        self.segments.rows.begin()
 
     @inline
     def attend(self, queue, num_tasks):
@@ -71,37 +74,41 @@ class Singles:
     @inline
     def _attend_heads(self, sequence, head_split, num_head_splits):
         """Attend with some KV heads of a sequence, and store."""
-        a, spec, rows, kv = T.meta_var((self.a, self.spec, self.rows, self.kv))
-        products, spans, group = T.meta_var((self.products, self.spans, spec.group_size))
-        first_head = cut(spec.num_kv_heads, head_split, num_head_splits)
-        num_heads = cut(spec.num_kv_heads, head_split + 1, num_head_splits) - first_head
-        token = a.q_indptr[sequence]
-        num_pages = a.page_indptr[sequence + 1] - a.page_indptr[sequence]
+        heads, pair = T.meta_var((self.spec.num_kv_heads, self.pair))
+        first_head = cut(heads, head_split, num_head_splits)
+        num_heads = cut(heads, head_split + 1, num_head_splits) - first_head
+        pair.begin(sequence, first_head, num_heads)
+        self.segments.attend(pair, self.spec.page_size, self.task)
 
-        position = T.meta_var(a.q_rope_position[token])
-        spans.begin_sequence(sequence, a.lengths.kv_len(sequence, num_pages), position)
-        a.rope.begin_sequence(spans.length)
-        kv.begin_pair(sequence, first_head, num_heads)
-        for head in range(num_heads):
-            rows.load_q(a.q, token, first_head + head, head, position)
-            products.begin_head(head)
-            if a.sink_logits is not None:
-                rows.begin_with_sinks(a.sink_logits, first_head + head, head)
-        for span in range(spans.count):
-            spans.take(span)
-            kv.begin_span(spans, 0, spans.kv_len)
-            for block in range(kv.num_blocks):
-                kv.begin_block(block)
-                products.begin_block(kv, spans.k_offset)
-                for head in range(num_heads):
-                    kv.begin_head(head)
-                    products.multiply_q_k(kv)
-                    rows.mask(kv, spans.k_offset)
-                    products.take_v(kv)
-                    for row_block in range(rows.blocking.row_blocks):
-                        rows.update_softmax(head, row_block)
-                        products.add_weighted_v(kv, row_block)
-        products.finish(num_heads)
-        rows.finish(num_heads)
-        for i in range(num_heads * group):
-            self.output.finish(token, first_head * group + i, *rows.result(i))
+
+@T.meta_class
+class WholePair:
+    """A sequence with some KV heads, all of whose pages one task reads; see `page_schedule.Pairs`."""
+
+    is_whole, first_page = True, 0
+
+    def __init__(self, spec: KernelSpec, a):
+        self.spec, self.a = spec, a
+        self.sequence, self.row, self.num_pages = (T.local_scalar("int32") for _ in range(3))
+        self.first_head, self.num_heads = (T.local_scalar("int32") for _ in range(2))
+        self.segment = T.local_scalar("int32")
+
+    @inline
+    def begin(self, sequence, first_head, num_heads):
+        """Go on with a pair."""
+        self.sequence = sequence
+        self.row = self.a.q_indptr[sequence]
+        self.first_head = first_head
+        self.num_heads = num_heads
+        self.num_pages = self.a.page_indptr[sequence + 1] - self.a.page_indptr[sequence]
+        self.segment = segment_of(self.spec, self.num_pages)
+
+    @property
+    def last_page(self):
+        """Return the number of pages of the sequence."""
+        return self.num_pages
+
+    @property
+    def num_segments(self):
+        """Return the number of segments: one at least, so that a row is stored."""
+        return T.max((self.num_pages + self.segment - 1) // self.segment, 1)

@@ -2,8 +2,12 @@
 """The split of a batch's pages among decode tasks.
 
 A pair is a sequence with some of the KV heads, its head split: all heads that a task has room for,
-or one where the pages are too few to employ every task. The pages of all pairs, in the order of
+or fewer where the pages are too few to employ every task. The pages of all pairs, in the order of
 sequences and heads, are cut into splits, which tasks take from a queue.
+
+The pages of a sequence are segments, whose states are merged in order. They begin at multiples of a
+number of pages that the length of the sequence decides, and a split has the segments whose first
+pages it has. So where splits fall decides which task attends to a segment, but no bit of a result.
 """
 
 from tvm.script import tirx as T
@@ -13,10 +17,20 @@ from ...spec import KernelSpec
 from ..simd import index_temp
 from .query_rows import max_local_heads
 from .work import Splits, cut, num_threads
+from .workspace import Workspace
 
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
 MIN_ELEMENTS = 1 << 16  # of K that are worth a split
-PAGES_PER_TASK = 16  # fewer would leave tasks of too different a size
+SEGMENT = 256  # positions: a merge takes less than a hundredth of the time of so many
+MAX_SEGMENTS = 128  # of a sequence: those of longer ones are longer
+SEGMENTS_PER_TASK = 16  # fewer would leave tasks of too different a size
+
+
+def segment_of(spec: KernelSpec, num_pages):
+    """Return the pages of a segment of a sequence, int32."""
+    least = SEGMENT // spec.page_size
+    most = least * MAX_SEGMENTS
+    return T.max((num_pages + most - 1) // most, 1) * least
 
 
 @T.meta_class
@@ -65,8 +79,10 @@ class PageSchedule:
         if max_local_heads(spec) > 1:
             most = T.meta_var(max_local_heads(spec))
             fewest = T.meta_var((heads + most - 1) // most)
-            is_enough = T.meta_var(pages * fewest >= threads * PAGES_PER_TASK)
-            self.num_head_splits = T.if_then_else(is_enough, fewest, heads)
+            segments = pages // (SEGMENT // spec.page_size) + T.max(self.batch_size, 1)
+            wanted = T.meta_var((threads * SEGMENTS_PER_TASK + segments - 1) // segments)
+            chosen = T.meta_var(T.cast(T.min(wanted, T.cast(heads, "int64")), "int32"))
+            self.num_head_splits = T.max(fewest, chosen)
         self.total = pages * self.num_head_splits
         elements = T.meta_var(pages * (heads * spec.page_size * spec.qk_head_dim))
         max_tasks = T.meta_var(T.cast(T.min(threads, self.total), "int32"))
@@ -105,9 +121,11 @@ class Pairs:
     num_pages : int32
         Pages of the sequence.
     first_page, last_page : int32
-        The pages ``first_page .. last_page - 1`` of the sequence are in the split.
+        The pages ``first_page .. last_page - 1`` of the sequence are those of the split's segments.
+    segment : int32
+        Pages of a segment; the last one of the sequence may have fewer.
     num_splits : int32
-        Splits that share the pair; set by `find_cut`.
+        Splits from the one that begins the pair to the one that ends it, or 0; set by `find_cut`.
     """
 
     def __init__(self, schedule: PageSchedule):
@@ -117,7 +135,7 @@ class Pairs:
         self.sequence, self.num_pages = T.local_scalar("int32"), T.local_scalar("int32")
         self.first_head, self.num_heads = T.local_scalar("int32"), T.local_scalar("int32")
         self.first_page, self.last_page = T.local_scalar("int32"), T.local_scalar("int32")
-        self.num_splits = T.local_scalar("int32")
+        self.segment, self.num_splits = (T.local_scalar("int32") for _ in range(2))
 
     @inline
     def begin(self):
@@ -136,14 +154,25 @@ class Pairs:
 
     @inline
     def take(self):
-        """Go on with the next pair of the split."""
+        """Go on with the next pair of the split, which may have no segment of it."""
         self._find(self.page)
         at = self.page - self.begin_of_sequence
         self._set_heads(T.cast(at // self.num_pages, "int32"))
-        self.first_page = T.cast(at % self.num_pages, "int32")
-        last = T.min(T.cast(self.num_pages, "int64"), self.first_page + self.end - self.page)
-        self.last_page = T.cast(last, "int32")
-        self.page += self.last_page - self.first_page
+        first = T.cast(at % self.num_pages, "int32")
+        last = T.min(T.cast(self.num_pages, "int64"), first + self.end - self.page)
+        self.page += last - first
+        self.segment = segment_of(self.schedule.spec, self.num_pages)
+        self.first_page = self._begin_of_segment(first)
+        self.last_page = self._begin_of_segment(T.cast(last, "int32"))
+
+    def _begin_of_segment(self, page):
+        """Return the first page of the first segment that does not begin before a page."""
+        return T.min((page + self.segment - 1) // self.segment * self.segment, self.num_pages)
+
+    @property
+    def num_segments(self):
+        """Return the number of segments of the pair that the split has."""
+        return (self.last_page - self.first_page + self.segment - 1) // self.segment
 
     @property
     def row(self):
@@ -166,7 +195,10 @@ class Pairs:
         self._find(self.page)
         head_split = T.cast((self.page - self.begin_of_sequence) // self.num_pages, "int32")
         begin = self.begin_of_sequence + T.cast(head_split, "int64") * self.num_pages
-        if self.page > begin and splits.first_item(split_id) <= begin:
+        self.segment = segment_of(self.schedule.spec, self.num_pages)
+        end_page = self._begin_of_segment(T.cast(self.page - begin, "int32"))
+        is_first = T.And(self.page > begin, splits.first_item(split_id) <= begin)
+        if T.And(is_first, end_page < self.num_pages):
             self._set_heads(head_split)
             self.num_splits = 1
             while self.page < begin + self.num_pages:
@@ -190,3 +222,51 @@ class Pairs:
         self.num_heads = cut(heads, head_split + 1, num_head_splits) - self.first_head
         if self.schedule.tables_per_row is not None:
             self.first_head += self.schedule.first_head_of(self.sequence)
+
+
+@T.meta_class
+class Slots:
+    """The slots of `PartialStates` that the splits of a batch use.
+
+    A split has one for the pair that it is at, from its first segment on. The segments with which
+    it continues a pair that an earlier split began have one each, after that.
+
+    Parameters
+    ----------
+    schedule : PageSchedule
+
+    Attributes
+    ----------
+    num_slots : int32
+    """
+
+    def __init__(self, schedule: PageSchedule):
+        self.schedule = schedule
+        self._memory = Workspace(schedule.num_splits + 1, (1,), "int32", "numbers of slots")
+        self._first = self._memory.buffer
+        self.num_slots = T.local_scalar("int32")
+
+    @inline
+    def begin(self):
+        """Count the slots."""
+        pair, first = Pairs(self.schedule), T.meta_var(self._first)
+        pair.begin()
+        self.num_slots = 0
+        for split_id in range(self.schedule.num_splits):
+            first[T.cast(split_id, "int64"), 0] = self.num_slots
+            self.num_slots += 1
+            pair.begin_split(split_id)
+            if pair.has_next():
+                pair.take()
+                if pair.first_page > 0:
+                    self.num_slots += pair.num_segments
+        first[T.cast(self.schedule.num_splits, "int64"), 0] = self.num_slots
+
+    @inline
+    def free(self):
+        """Give the memory back."""
+        self._memory.free()
+
+    def first(self, split_id):
+        """Return the first slot of a split."""
+        return self._first[T.cast(split_id, "int64"), 0]

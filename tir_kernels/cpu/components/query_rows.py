@@ -105,9 +105,9 @@ class QueryRows:
 
     @inline
     def load_q(self, q, token, head, local_head, position):
-        """Take the query rows of a KV head, which are at a RoPE position, and clear their sums."""
+        """Take the query rows of a KV head, which are at a RoPE position."""
         rope, ops, group = T.meta_var((self.rope, self.ops, self.spec.group_size))
-        padded, row_blocks = T.meta_var((self.blocking.padded_rows, self.blocking.row_blocks))
+        padded = T.meta_var(self.blocking.padded_rows)
         first, first_head = T.meta_var((local_head * padded, head * group))
         if rope.rotates_q:
             rope.set_position(position)
@@ -126,15 +126,20 @@ class QueryRows:
         for row in range(padded - group):
             zeros = T.meta_var(lambda c, n: broadcast(T.cast(0, ops.dtype), n))
             self._put_q(first + group + row, zeros)
+
+    @inline
+    def clear(self, local_head):
+        """Let the query rows of a KV head have seen nothing."""
+        padded, row_blocks = T.meta_var((self.blocking.padded_rows, self.blocking.row_blocks))
         for row in range(padded):
-            width = T.meta_var(self.spec.v_head_dim)
-            store_row(self.o, (first + row,), width, self.lanes, lambda c, n: constant(0.0, n))
+            at, width = T.meta_var((local_head * padded + row, self.spec.v_head_dim))
+            store_row(self.o, (at,), width, self.lanes, lambda c, n: constant(0.0, n))
         for block in range(row_blocks):
             self.softmax.reset(local_head * row_blocks + block)
 
     @inline
     def begin_with_sinks(self, sink_logits, head, local_head):
-        """Start the softmax of a KV head's query rows from their learned sinks; after `load_q`."""
+        """Start the softmax of a KV head's query rows from their learned sinks; after `clear`."""
         group, softmax = T.meta_var((self.spec.group_size, self.softmax))
         for row in range(group):
             state = T.meta_var(self.state(local_head * self.blocking.padded_rows + row))
@@ -178,13 +183,6 @@ class QueryRows:
         row_blocks, rows = T.meta_var((self.blocking.row_blocks, self.blocking.rows))
         state = T.meta_var(local_head * row_blocks + block)
         self.softmax.update(state, self.scores, block * rows, self.weights, self.ops)
-
-    @inline
-    def finish(self, num_heads):
-        """Multiply the sums of the local heads back, if V was multiplied."""
-        if self.rope.restores:
-            for row in range(num_heads * self.blocking.padded_rows):
-                self.rope.restore(self.o, row)
 
     def state(self, row):
         """Index of a row of O in the state of `softmax`."""

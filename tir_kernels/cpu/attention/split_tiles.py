@@ -21,7 +21,8 @@ from ..components.lane_softmax import LaneSoftmax
 from ..components.output import Output
 from ..components.partial_states import PartialStates
 from ..components.query_tile import tile_tokens
-from ..components.tile_splits import CutTile, Split, TileSplits
+from ..components.row_segments import finish
+from ..components.tile_splits import CutTile, Split, TileSlots, TileSplits
 from ..components.tile_sums import sums_of
 from ..components.work import TASKS
 
@@ -57,7 +58,9 @@ def attend(
     splits = TileSplits(POSITIONS * spec.group_size * (spec.qk_head_dim + spec.v_head_dim))
     all_tiles = tiles(spec, a)
     splits.plan(all_tiles)
-    states = PartialStates(spec, splits.num_tasks, max_rows)
+    slots = TileSlots(splits)
+    slots.begin(all_tiles)
+    states = PartialStates(spec, slots.num_slots, max_rows)
     ops.begin([b for b in (a.q, *arrays_of(a.pages)) if str(b.dtype) == "bfloat16"])
     with ops.scope():
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
@@ -112,7 +115,7 @@ def attend(
             tile.begin()
             while tile.before < split.last:
                 split.enter(tile)
-                if split.has_some():
+                if split.num_segments > 0:
                     if mask is not None:
                         mask.begin_sequence(tile.sequence, tile.kv_len)
                     blocks.begin(tile.num_rows)
@@ -120,40 +123,51 @@ def attend(
                         queries.load(vector, tile)
                         if mask is not None:
                             seen.load(vector, tile)
-                        softmax.reset(vector)
-                        sums.clear(vector)
-                    num_blocks = (tile.end + POSITIONS - 1) // POSITIONS - tile.first_block
-                    last_block = T.min(split.last_block, num_blocks)
-                    for i in range(split.first_block, T.max(last_block, split.first_block)):
-                        first = (tile.first_block + i) * POSITIONS
-                        if mask is not None:
-                            mask.begin_tile(first, a.rope)
-                        kv.pack(first, tile.end, a.rope, tile.k_offset)
-                        if mask is not None:
-                            num_shared = mask.shared_end(tile.end_of(0)) - first
-                            if mask.has_window:
-                                if first < seen.last_begin(tile, tile.num_rows - 1):
-                                    num_shared = 0
-                            kv.look(num_shared, tile.end - first)
-                        for index in range(blocks.count):
-                            if index < blocks.num_wide:
-                                attend_to(blocks.wide(index), first)
+                    for segment in range(split.num_segments):
+                        for vector in range(blocks.num_vectors):
+                            softmax.reset(vector)
+                            sums.clear(vector)
+                        for i in range(split.begin_of(segment), split.begin_of(segment + 1)):
+                            first = (tile.first_block + i) * POSITIONS
+                            if mask is not None:
+                                mask.begin_tile(first, a.rope)
+                            kv.pack(first, tile.end, a.rope, tile.k_offset)
+                            if mask is not None:
+                                num_shared = mask.shared_end(tile.end_of(0)) - first
+                                if mask.has_window:
+                                    if first < seen.last_begin(tile, tile.num_rows - 1):
+                                        num_shared = 0
+                                kv.look(num_shared, tile.end - first)
+                            for index in range(blocks.count):
+                                if index < blocks.num_wide:
+                                    attend_to(blocks.wide(index), first)
+                                else:
+                                    attend_to(blocks.narrow(index), first)
+                        sums.transpose(blocks.num_vectors)
+                        if T.Not(split.is_only):
+                            for row in range(tile.num_rows):
+                                state = T.meta_var(sums.state(row, softmax))
+                                if split.begin > 0:
+                                    own = T.meta_var(slots.first(task) + 1 + segment)
+                                    states.put(states.at(own, row), *state)
+                                elif segment == 0:
+                                    states.put(states.at(slots.first(task), row), *state)
+                                else:
+                                    states.add(states.at(slots.first(task), row), *state)
+                    if split.is_whole:
+                        for row in range(tile.num_rows):
+                            at = T.meta_var((tile.token(row), tile.query_head(row)))
+                            if split.is_only:
+                                finish(a.rope, output, *at, *sums.state(row, softmax))
                             else:
-                                attend_to(blocks.narrow(index), first)
-                    sums.transpose(blocks.num_vectors)
-                    for row in range(tile.num_rows):
-                        at = T.meta_var((tile.token(row), tile.query_head(row)))
-                        state = T.meta_var(sums.state(row, softmax))
-                        a.rope.restore(sums.o, row)
-                        if split.is_whole(tile):
-                            output.finish(*at, *state)
-                        else:
-                            states.put(task, split.begin > 0, row, *state)
+                                merged = T.meta_var(states.at(slots.first(task), row))
+                                finish(a.rope, output, *at, *states.result(merged))
                 tile.advance()
             ops.end_task()
     if splits.num_tasks > 1:
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
             tile, output = tiles(spec, a), Output(spec, a, merges=merges)
-            cut_tile = CutTile(splits)
-            cut_tile.merge(task, tile, states, output)
+            cut_tile = CutTile(splits, slots)
+            cut_tile.merge(task, tile, states, a.rope, output)
     states.free()
+    slots.free()

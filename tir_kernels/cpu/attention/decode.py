@@ -27,7 +27,7 @@ from ..components.query_rows import max_local_heads
 from ..components.rotation import rotation_of
 from ..components.row_segments import RowSegments, finish
 from ..components.single_row_products import helpers_of
-from ..components.work import TASKS, Queue
+from ..components.work import TASKS, Queue, cut
 from ..conversion import require_half_conversion
 from ..simd import import_llvm, index_temp
 
@@ -78,18 +78,21 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
                     segments.attend(pair, page_size, slots.first(split_id))
             split_id = T.cast(queue.take(), "int32")
 
-    cut = Pairs(schedule)
-    cut.begin()
-    for split_id in range(schedule.num_splits - 1):
-        cut.find_cut(split_id)
-        if cut.num_splits > 0:
-            cut_token = T.meta_var(cut.row)
-            for i in range(cut.num_heads * group):
-                head, at = T.meta_var((cut.first_head * group + i, states.at(slots.first(split_id), i)))
-                for other in range(split_id + 1, split_id + cut.num_splits):
-                    for slot in range(slots.first(other) + 1, slots.first(other + 1)):
-                        states.add(at, *states.result(states.at(slot, i)))
-                finish(a.rope, output, cut_token, head, *states.result(at))
+    merge_tasks = slots.num_merge_tasks(max_local_heads(spec) * group)
+    for task in T.parallel(merge_tasks, annotations=TASKS):
+        pair = Pairs(schedule)
+        pair.begin()
+        for split_id in range(schedule.num_splits - 1):
+            pair.find_cut(split_id)
+            if pair.num_splits > 0:
+                token, num_rows = T.meta_var((pair.row, pair.num_heads * group))
+                for i in range(cut(num_rows, task, merge_tasks), cut(num_rows, task + 1, merge_tasks)):
+                    at = T.meta_var(states.at(slots.first(split_id), i))
+                    for other in range(split_id + 1, split_id + pair.num_splits):
+                        for slot in range(slots.first(other) + 1, slots.first(other + 1)):
+                            states.add(at, *states.result(states.at(slot, i)))
+                    head = T.meta_var(pair.first_head * group + i)
+                    finish(a.rope, output, token, head, *states.result(at))
     states.free()
     slots.free()
     for sequence in range(batch_size):

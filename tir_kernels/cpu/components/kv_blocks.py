@@ -114,7 +114,7 @@ class KvBlocks:
         self.spec, self.page_indptr = spec, a.page_indptr
         for name in (
             *("first_entry", "last_entry", "first_head", "num_heads", "head", "following_head"),
-            *("visible", "restart", "begin", "end", "first", "count", "num_hidden"),
+            *("visible", "restart", "begin", "end", "last", "first", "count", "num_hidden"),
             *("next_head", "next_first", "local_head", "following_first"),
         ):
             setattr(self, name, T.local_scalar("int32"))
@@ -131,15 +131,17 @@ class KvBlocks:
         self.num_heads = num_heads
 
     @inline
-    def begin_span(self, span, begin, end):
+    def begin_span(self, span, begin, end, last):
         """Go on with the positions of a span that are in ``begin .. end - 1``.
 
-        The first one is aligned to a strip or a page: some may be hidden.
+        The first one is aligned to a strip or a page: some may be hidden. The positions up to
+        `last` are read next, so they are prefetched.
         """
         self.visible = span.begin
         self.restart = span.begin // STRIP * STRIP
         self.begin = T.max(begin, self.restart)
         self.end = T.max(self.begin, T.min(end, span.end))
+        self.last = T.max(self.begin, T.min(last, span.end))
 
     @property
     def num_blocks(self):
@@ -153,7 +155,7 @@ class KvBlocks:
         self.count = T.min(BLOCK, self.end - self.first)
         self.num_hidden = self.visible - self.first
         # Behind the last position, prefetches take the next heads of the pages.
-        is_last = T.meta_var(self.first + BLOCK >= self.end)
+        is_last = T.meta_var(self.first + BLOCK >= self.last)
         self.next_first = T.if_then_else(is_last, self.restart, self.first + BLOCK)
         self.next_head = T.if_then_else(is_last, self.num_heads, 0)
 

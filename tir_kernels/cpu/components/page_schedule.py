@@ -21,9 +21,10 @@ from .workspace import Workspace
 
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
 MIN_ELEMENTS = 1 << 16  # of K that are worth a split
-SEGMENT = 256  # positions: a merge takes less than a hundredth of the time of so many
-MAX_SEGMENTS = 128  # of a sequence: those of longer ones are longer
-SEGMENTS_PER_TASK = 16  # fewer would leave tasks of too different a size
+SEGMENT = 256  # positions: a merge takes about a hundredth of the time of so many
+MAX_SEGMENTS = 16  # of a sequence: those of longer ones are longer
+SEGMENTS_PER_TASK = 8  # fewer would leave tasks of too different a size
+MERGES_PER_TASK = 64  # of a row: fewer take less time than a launch
 
 
 def segment_of(spec: KernelSpec, num_pages):
@@ -79,7 +80,9 @@ class PageSchedule:
         if max_local_heads(spec) > 1:
             most = T.meta_var(max_local_heads(spec))
             fewest = T.meta_var((heads + most - 1) // most)
-            segments = pages // (SEGMENT // spec.page_size) + T.max(self.batch_size, 1)
+            sequences = T.cast(T.max(self.batch_size, 1), "int64")
+            of_pages = T.meta_var(pages // (SEGMENT // spec.page_size))
+            segments = T.min(of_pages, sequences * MAX_SEGMENTS) + sequences
             wanted = T.meta_var((threads * SEGMENTS_PER_TASK + segments - 1) // segments)
             chosen = T.meta_var(T.cast(T.min(wanted, T.cast(heads, "int64")), "int32"))
             self.num_head_splits = T.max(fewest, chosen)
@@ -261,6 +264,11 @@ class Slots:
                 if pair.first_page > 0:
                     self.num_slots += pair.num_segments
         first[T.cast(self.schedule.num_splits, "int64"), 0] = self.num_slots
+
+    def num_merge_tasks(self, num_rows):
+        """Return the number of tasks that merge states of `num_rows` rows."""
+        merges = (self.num_slots - self.schedule.num_splits) * num_rows
+        return T.max(T.min(merges // MERGES_PER_TASK, self.schedule.num_tasks), 1)
 
     @inline
     def free(self):

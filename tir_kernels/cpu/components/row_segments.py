@@ -78,7 +78,8 @@ class RowSegments:
         for i in range(pair.num_segments):
             first_page = pair.first_page + i * pair.segment
             last_page = T.min(first_page + pair.segment, pair.last_page)
-            self._attend_to_segment(pair, first_page, first_page * page_size, last_page * page_size)
+            pages = T.meta_var((first_page, last_page, pair.last_page))
+            self._attend_to_segment(pair, first_page, *(page * page_size for page in pages))
             if pair.num_pages > pair.segment:
                 for row in range(pair.num_heads * group):
                     if first_page == 0:
@@ -96,7 +97,7 @@ class RowSegments:
                     finish(a.rope, self.output, token, head, *rows.result(row))
 
     @inline
-    def _attend_to_segment(self, pair, first_page, begin, end):
+    def _attend_to_segment(self, pair, first_page, begin, end, last):
         """Let the rows of a pair see the positions ``begin .. end - 1`` alone."""
         a, rows, kv, spans = T.meta_var((self.a, self.rows, self.kv, self.spans))
         products = T.meta_var(self.products)
@@ -107,7 +108,7 @@ class RowSegments:
                     rows.begin_with_sinks(a.sink_logits, pair.first_head + head, head)
         for span in range(spans.count):
             spans.take(span)
-            kv.begin_span(spans, begin, end)
+            kv.begin_span(spans, begin, end, last)
             for block in range(kv.num_blocks):
                 kv.begin_block(block)
                 products.begin_block(kv, spans.k_offset)

@@ -19,6 +19,7 @@ from tvm.ir import Call, Var
 from tvm.target import Target
 
 import tir_kernels
+from tir_kernels.cpu.components import page_schedule, tile_splits
 from tir_kernels.cpu.components.work import Splits
 from tir_kernels.cpu.components.workspace import ALLOCATE, RELEASE
 from tir_kernels.releases import TensorLoad, buffer_of
@@ -69,6 +70,13 @@ def scratch_bytes(
         "num_rows": resolved.prefill_chunk_size,
         "num_nodes": resolved.prefill_chunk_size,
     }
+    for name, splits, cuts in (
+        ("num_slots", Splits.ROUNDS * threads, page_schedule),
+        ("num_tile_slots", threads, tile_splits),
+    ):
+        # A split has a slot, and others for the segments with which it goes on with a sequence.
+        segments = -(-resolved.max_total_tokens // cuts.SEGMENT)
+        most[name] = splits * min(segments, cuts.MAX_SEGMENTS)
     blocks: list[int] = []
     for spec in kernel_specs(resolved, resolve_target(target)):
         for name in tir_kernels.kernel_names(spec):

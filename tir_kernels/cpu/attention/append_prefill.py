@@ -22,6 +22,7 @@ from ...spec import KernelSpec
 from .. import simd
 from ..components.inline_rope import NoRotation
 from ..components.rows import CosSin, RowCopy, RowRotation, Worker
+from ..cos_sin import turn
 from ..simd import F32, load, store, temp
 from .prefill import SPANS, TREE, paged
 
@@ -69,11 +70,23 @@ class RotationTable(NoRotation):
             cos, sin = (
                 temp(load(self.values, (self.token, i, start), lanes), lanes) for i in (0, 1)
             )
-            store(self.row, (start,), lanes, x * cos - y * sin)
-            store(self.row, (start + self.half,), lanes, y * cos + x * sin)
+            for at, value in zip((start, start + self.half), turn(x, y, cos, sin, lanes)):
+                store(self.row, (at,), lanes, self._rounded(value, lanes))
         rotated = 2 * self.half
         for start, lanes in simd.chunks(self.width - rotated, self.lanes):
             store(self.row, (rotated + start,), lanes, source(rotated + start, lanes))
+
+
+    def _rounded(self, value, lanes: int):
+        """Return numbers as the workspace of rotated rows keeps them.
+
+        Which kernels a step runs depends on all its sequences, and their results must not differ.
+        """
+        if self.spec.dtype == F32:
+            return value
+        rounded = T.alloc_buffer((lanes,), self.spec.dtype)
+        store(rounded, (0,), lanes, temp(value, lanes))
+        return load(rounded, (0,), lanes)
 
 
 @inline

@@ -124,7 +124,7 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
             span = T.meta_var(gap.span(i, kv_len, k_offset))
             bounds = T.meta_var(RowBounds(seen, span, tiles, rows, kv_len))
             rows.begin_span()
-            begin = bounds.first(spec.target.lanes)
+            begin = bounds.first()
             end = bounds.last(begin)
             for j in range((end - begin + POSITIONS - 1) // POSITIONS):
                 first = begin + j * POSITIONS

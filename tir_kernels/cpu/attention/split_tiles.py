@@ -60,7 +60,7 @@ def attend(
     splits.plan(all_tiles)
     slots = TileSlots(splits)
     slots.begin(all_tiles)
-    states = PartialStates(spec, slots.num_slots, max_rows)
+    states = PartialStates(spec, slots.num_tile_slots, max_rows)
     ops.begin([b for b in (a.q, *arrays_of(a.pages)) if str(b.dtype) == "bfloat16"])
     with ops.scope():
         for task in T.parallel(splits.num_tasks, annotations=TASKS):

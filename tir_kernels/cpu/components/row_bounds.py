@@ -69,9 +69,13 @@ class RowBounds:
             return self.mask.begin(self._token(row), self.tiles.num_rows, self.kv_len)
         return self.span.first_seen(self.own(row))
 
-    def first(self, lanes: int):
-        """First column of the first tile of K and V, at a whole vector of K."""
-        return self.begin(0) // lanes * lanes if self.has_begin else T.int32(0)
+    def first(self):
+        """First column of the first tile of K and V.
+
+        Tiles begin at the same columns for all rows of a sequence, or the bits of a row would
+        depend on what else is in its tile of rows.
+        """
+        return self.begin(0) // POSITIONS * POSITIONS if self.has_begin else T.int32(0)
 
     def last(self, first):
         """First column that no row sees."""

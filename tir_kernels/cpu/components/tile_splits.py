@@ -141,31 +141,31 @@ class TileSlots:
 
     Attributes
     ----------
-    num_slots : int32
+    num_tile_slots : int32
     """
 
     def __init__(self, splits: TileSplits):
         self.splits = splits
         self._memory = Workspace(splits.num_tasks + 1, (1,), "int32", "numbers of slots")
         self._first = self._memory.buffer
-        self.num_slots = T.local_scalar("int32")
+        self.num_tile_slots = T.local_scalar("int32")
 
     @inline
     def begin(self, tile):
         """Count the slots; `tile` iterates over the tiles."""
         split, first = Split(self.splits), T.meta_var(self._first)
         tile.begin()
-        self.num_slots = 0
+        self.num_tile_slots = 0
         for task in range(self.splits.num_tasks):
-            first[T.cast(task, "int64"), 0] = self.num_slots
-            self.num_slots += 1
+            first[T.cast(task, "int64"), 0] = self.num_tile_slots
+            self.num_tile_slots += 1
             split.take(task)
             while T.And(tile.has_next(), tile.before + tile.cost <= split.first):
                 tile.advance()
             if T.And(tile.has_next(), tile.before < split.first):
                 split.enter(tile)
-                self.num_slots += split.num_segments
-        first[T.cast(self.splits.num_tasks, "int64"), 0] = self.num_slots
+                self.num_tile_slots += split.num_segments
+        first[T.cast(self.splits.num_tasks, "int64"), 0] = self.num_tile_slots
 
     @inline
     def free(self):

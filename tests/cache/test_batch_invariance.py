@@ -13,6 +13,8 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 
+from ..support.selections import all_slow_but
+
 NUM_THREADS = "runtime.NumThreads"
 HEADS, KV_HEADS, DIM = 6, 3, 32  # which no other test has: kernels ask for the threads below
 CHUNK = 1300
@@ -128,6 +130,7 @@ CASES = {
     "mla bfloat16": Case({"dtype": "bfloat16"}, layer=pkv.LayerSpec("mla", **MLA)),
     "mla positions": Case(layer=pkv.LayerSpec("mla", lists=True, **MLA), lists="positions"),
 }
+OFTEN = ("float32", "float16", "int4", "window", "window of sequences", "blocks", "mla")
 
 
 class World:
@@ -226,7 +229,7 @@ def dirty(world: World, rng) -> None:
     world.case, world._rows = case, plain
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", all_slow_but(CASES, *OFTEN))
 def test_bits_do_not_depend_on_the_batch(name, threads):
     case, rng = CASES[name], np.random.default_rng(0)
     threads.count = 1
@@ -258,3 +261,29 @@ def test_bits_do_not_depend_on_the_batch(name, threads):
             assert world.result(each).tobytes() == rows.tobytes(), (
                 f"{each}, {count} threads, delay {delay}: rows {differs[:5]} of {len(rows)}"
             )
+
+
+@pytest.mark.parametrize("name", ["float32", "window"])
+def test_bits_do_not_depend_on_the_trees_of_others(name, threads):
+    """A row that is the only node of its tree attends as in decode, and a chain as a prompt does."""
+    case, threads.count = CASES[name], 3
+
+    def results(names: list[str], trees: dict[str, list[int]]) -> dict[str, bytes]:
+        world = World(case, case.create(4096))
+        world.add(*names)
+        world.step(*((each, {"tree": 70, "chain": 310}.get(each, 700)) for each in names))
+        steps = [(each, {"tree": 4, "chain": 3}.get(each, 1)) for each in names]
+        rows = [world._rows(*each) for each in steps]
+        parents = [parent for each in names for parent in trees.get(each, [])] or None
+        ids = [world.ids[each] for each in names]
+        with world.cache.forward(ids, [n for _, n in steps], parents):
+            o = world._attend(np.concatenate(rows), steps)
+        parts = np.split(o, np.cumsum([n for _, n in steps])[:-1])
+        return {each: part.tobytes() for each, part in zip(names, parts, strict=True)}
+
+    trees = {"tree": [-1, 0, 0, 1], "chain": [-1, 0, 1], "single": [-1]}
+    together = results(["tree", "single", "chain"], trees)
+    assert together["tree"] == results(["tree"], trees)["tree"]
+    for each in ("single", "chain"):
+        assert together[each] == results([each], {})[each], each
+        assert together[each] == results([each], trees)[each], each

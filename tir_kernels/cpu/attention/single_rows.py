@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences that have one row, among others with more: they attend as in decode."""
 
+from dataclasses import replace
+
 from tvm.script import tirx as T
 
 from ...script import inline
+from ...semantics.visibility import CausalMask, WindowMask
 from ...spec import KernelSpec
 from ..components.output import Output
 from ..components.page_schedule import segment_of
@@ -14,6 +17,11 @@ from ..components.work import cut
 from ..simd import index_temp
 
 SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size
+
+
+def mask_of_single(a):
+    """Return the mask of a row that is the only node of its tree."""
+    return CausalMask(1) if a.window is None else WindowMask(1, a.window)
 
 
 class Singles:
@@ -29,7 +37,7 @@ class Singles:
     """
 
     def __init__(self, spec: KernelSpec, ops, a, num_tasks):
-        self.spec, self.a = spec, a
+        self.spec, self.a = spec, a if a.tree is None else replace(a, mask=mask_of_single(a))
         self.output = Output(spec, a, begin_with_sinks=True)
         self.states = PartialStates(spec, num_tasks, max_local_heads(spec) * spec.group_size)
         self.ops = ops
@@ -39,6 +47,13 @@ class Singles:
         a = self.a
         row, gap = index_temp(a.q_indptr[sequence]), a.lengths.gap(sequence)
         is_single = a.q_indptr[sequence + 1] - row == 1
+        if a.tree is not None:  # no tree, or a root alone that is not hidden from itself
+            root = index_temp(a.tree_order_indptr[sequence])
+            num_nodes = index_temp(a.tree_order_indptr[sequence + 1] - root)
+            is_root = T.if_then_else(
+                num_nodes == 1, a.tree_order[root, 0] < a.tree_order[root, 1], num_nodes == 0
+            )
+            is_single = T.And(is_single, is_root)
         if not a.lengths.has_gaps:
             return is_single
         num_pages = index_temp(a.page_indptr[sequence + 1] - a.page_indptr[sequence])

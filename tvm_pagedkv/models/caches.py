@@ -36,6 +36,7 @@ class Caches:
         capacities: tuple[int, int, int],
         *,
         enable_kv_transfer: bool = False,
+        share_prefix: bool = True,
         use_long_rope_factors: bool = False,
         prefix_cache: PrefixCacheConfig | None = None,
     ) -> KVCache:
@@ -44,7 +45,7 @@ class Caches:
         Parameters
         ----------
         capacities : (max_num_sequences, max_total_tokens, prefill_chunk_size)
-        enable_kv_transfer : bool
+        enable_kv_transfer, share_prefix : bool
             As for `KVCacheConfig`.
         use_long_rope_factors : bool
             For longrope: rotate all positions by the long factors.
@@ -52,6 +53,7 @@ class Caches:
             Tiers below the pages. The name of the model gets what else K and V depend on.
         """
         config = cache_config(self._config, self._options, capacities, enable_kv_transfer)
+        config = replace(config, share_prefix=share_prefix)
         described = config_map(config.resolved(), self._kernels, tvm.cpu())
         if use_long_rope_factors and self._config.short_text:
             factors = config.rope.scaling_dict["long_factor"]

@@ -206,6 +206,7 @@ class DecoderModel:
         prefill_chunk_size: int = 512,
         enable_kv_transfer: bool = False,
         *,
+        share_prefix: bool = True,
         use_long_rope_factors: bool = False,
         prefix_cache: PrefixCacheConfig | None = None,
     ) -> KVCache:
@@ -213,7 +214,7 @@ class DecoderModel:
 
         Parameters
         ----------
-        max_num_sequences, max_total_tokens, prefill_chunk_size, enable_kv_transfer
+        max_num_sequences, max_total_tokens, prefill_chunk_size, enable_kv_transfer, share_prefix
             As for `KVCacheConfig`.
         use_long_rope_factors : bool
             For models with longrope: rotate all positions by the long factors, which texts need
@@ -231,6 +232,7 @@ class DecoderModel:
         return self._caches.create(
             (max_num_sequences, max_total_tokens, prefill_chunk_size),
             enable_kv_transfer=enable_kv_transfer,
+            share_prefix=share_prefix,
             use_long_rope_factors=use_long_rope_factors,
             prefix_cache=self._with_name(prefix_cache),
         )

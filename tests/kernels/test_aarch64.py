@@ -17,9 +17,10 @@ from tvm_pagedkv.compiler.lowering import compile_kernel
 from ..support.selections import few_of, latin_square
 
 TARGET = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"})
-# What a kernel may call: its own task body, the runtime's errors, and log2 once for each row.
+# What a kernel may call: its own task bodies, the runtime's errors, and log2 once for each row.
 CALLS = {
     ".L_internal_kernel_task_0",
+    ".L_internal_kernel_task_1",
     "kernel_compute_",
     "TVMFFIErrorSetRaisedFromCStrParts",
     "log2f",

@@ -115,6 +115,23 @@ def round_safe(value, lanes: int):
     return T.reinterpret(float_type, T.Select(is_nan, quiet, bits))
 
 
+def rounded(value, lanes: int, dtype: str):
+    """A float32 vector rounded to the numbers of a type, as `store` rounds them.
+
+    The bits are rounded here for bfloat16: TVM would keep such a vector in float32.
+    """
+    if dtype == F32:
+        return value
+    if dtype != "bfloat16":
+        return T.cast(T.cast(value, vector_type(dtype, lanes)), vector_type(F32, lanes))
+    int_type = vector_type("int32", lanes)
+    bits = temp(T.reinterpret(int_type, round_safe(value, lanes)), lanes, "int32")
+    sixteen, one, half = (broadcast(T.int32(x), lanes) for x in (16, 1, 0x7FFF))
+    is_odd = T.bitwise_and(T.shift_right(bits, sixteen), one)
+    bits = T.bitwise_and(bits + half + is_odd, broadcast(T.int32(-65536), lanes))
+    return T.reinterpret(vector_type(F32, lanes), bits)
+
+
 def import_llvm(*functions: str) -> _FrameScope:
     """Make LLVM functions known from here on: a statement of a kernel."""
     return _FrameScope([T.attr(T.int32(0), "pragma_import_llvm", text) for text in functions])

@@ -36,7 +36,8 @@ class SamplingParams:
         Maximum number of tokens of a continuation.
     seed : int
         Continuation i of any prompt uses a random generator seeded with (seed, i), so its result
-        does not depend on the rest of the batch.
+        does not depend on the rest of the batch. Long prompts that begin alike may be an exception:
+        see ``share_prefix`` of `KVCacheConfig`.
 
     Raises
     ------

@@ -23,7 +23,7 @@ from .. import simd
 from ..components.inline_rope import NoRotation
 from ..components.rows import CosSin, RowCopy, RowRotation, Worker
 from ..cos_sin import turn
-from ..simd import F32, load, store, temp
+from ..simd import F32, load, rounded, store, temp
 from .prefill import SPANS, TREE, paged
 
 
@@ -82,11 +82,7 @@ class RotationTable(NoRotation):
 
         Which kernels a step runs depends on all its sequences, and their results must not differ.
         """
-        if self.spec.dtype == F32:
-            return value
-        rounded = T.alloc_buffer((lanes,), self.spec.dtype)
-        store(rounded, (0,), lanes, temp(value, lanes))
-        return load(rounded, (0,), lanes)
+        return rounded(temp(value, lanes), lanes, self.spec.dtype)
 
 
 @inline

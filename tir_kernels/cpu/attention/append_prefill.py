@@ -70,12 +70,13 @@ class RotationTable(NoRotation):
             cos, sin = (
                 temp(load(self.values, (self.token, i, start), lanes), lanes) for i in (0, 1)
             )
-            for at, value in zip((start, start + self.half), turn(x, y, cos, sin, lanes)):
+            for at, value in zip(
+                (start, start + self.half), turn(x, y, cos, sin, lanes), strict=True
+            ):
                 store(self.row, (at,), lanes, self._rounded(value, lanes))
         rotated = 2 * self.half
         for start, lanes in simd.chunks(self.width - rotated, self.lanes):
             store(self.row, (rotated + start,), lanes, source(rotated + start, lanes))
-
 
     def _rounded(self, value, lanes: int):
         """Return numbers as the workspace of rotated rows keeps them.

@@ -86,7 +86,9 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
             pair.find_cut(split_id)
             if pair.num_splits > 0:
                 token, num_rows = T.meta_var((pair.row, pair.num_heads * group))
-                for i in range(cut(num_rows, task, merge_tasks), cut(num_rows, task + 1, merge_tasks)):
+                for i in range(
+                    cut(num_rows, task, merge_tasks), cut(num_rows, task + 1, merge_tasks)
+                ):
                     at = T.meta_var(states.at(slots.first(split_id), i))
                     for other in range(split_id + 1, split_id + pair.num_splits):
                         for slot in range(slots.first(other) + 1, slots.first(other + 1)):

@@ -98,7 +98,7 @@ class Singles:
 
 @T.meta_class
 class WholePair:
-    """A sequence with some KV heads, all of whose pages one task reads; see `page_schedule.Pairs`."""
+    """As `page_schedule.Pairs`: a sequence with some KV heads, whose pages one task reads."""
 
     is_whole, first_page = True, 0
 

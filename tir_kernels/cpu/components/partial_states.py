@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial states of rows: sums of V, and maximum and sum of the softmax. They are merged in order."""
+"""Partial states of rows, which are merged in order: sums of V, and those of the softmax."""
 
 from tvm.script import tirx as T
 

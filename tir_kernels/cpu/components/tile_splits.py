@@ -109,7 +109,9 @@ class Split:
         end = self.before + self.last_block + self.segment - 1
         count = end // self.segment - (self.before + self.first_block) // self.segment
         is_first = T.And(self.begin == 0, self.end > 0)
-        return T.max(T.if_then_else(self.first_block < self.last_block, count, 0), T.cast(is_first, "int32"))
+        return T.max(
+            T.if_then_else(self.first_block < self.last_block, count, 0), T.cast(is_first, "int32")
+        )
 
     def begin_of(self, i):
         """Return the first block of a segment; the one after the last is `last_block`."""

@@ -265,7 +265,7 @@ def test_bits_do_not_depend_on_the_batch(name, threads):
 
 @pytest.mark.parametrize("name", ["float32", "window"])
 def test_bits_do_not_depend_on_the_trees_of_others(name, threads):
-    """A row that is the only node of its tree attends as in decode, and a chain as a prompt does."""
+    """The only node of a tree attends as in decode, and a chain as a prompt does."""
     case, threads.count = CASES[name], 3
 
     def results(names: list[str], trees: dict[str, list[int]]) -> dict[str, bytes]:

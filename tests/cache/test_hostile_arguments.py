@@ -79,7 +79,7 @@ OTHERS = {
 # transfer/test_first_positions.py,
 # test_hostile_creation.py, test_transfer_messages.py,
 # test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py,
-# test_cuda_scratch.py, test_rnn_state.py.
+# test_cuda_scratch.py, test_rnn_state.py, kernels/test_threads.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
@@ -88,7 +88,7 @@ WITHOUT_CACHE = {
     OWN + "state_table", OWN + "pool_of", OWN + "first_to_send", OWN + "shorten_receive",
     OWN + "tier_close", OWN + "tier_memory", OWN + "borrow_scratch", OWN + "return_scratch",
     *(f"{RNN}{name}" for name in ("create", "get", "set", "debug_get")),
-    OWN + "rnn_state_can_fork", OWN + "rnn_state_can_popn",
+    OWN + "rnn_state_can_fork", OWN + "rnn_state_can_popn", OWN + "set_num_threads",
 }  # fmt: skip
 
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)

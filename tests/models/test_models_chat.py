@@ -13,8 +13,8 @@ import pytest
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.chat import ChatTemplate, encode_chat  # noqa: E402
+from tvm_pagedkv.models import DecoderModel, encode_chat  # noqa: E402
+from tvm_pagedkv.models.chat import ChatTemplate  # noqa: E402
 from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
 from tvm_pagedkv.models.source import TINY  # noqa: E402
 from tvm_pagedkv_cli.command import main  # noqa: E402

@@ -18,8 +18,7 @@ transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer  # noqa: E402
 
 from tvm_pagedkv.generation import Conversation, SamplingParams  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.chat import encode_chat  # noqa: E402
+from tvm_pagedkv.models import DecoderModel, encode_chat  # noqa: E402
 from tvm_pagedkv.models.source import TINY, HuggingFaceModel  # noqa: E402
 from tvm_pagedkv_cli.command import main  # noqa: E402
 

@@ -9,8 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from ..config import PrefixCacheConfig
-from ..models import DecoderModel, encode_chat, encode_text
-from ..models.plain_messages import plain_tokenizer
+from ..models import DecoderModel, encode_chat, encode_text, plain_tokenizer
 from .answer_parts import AnswerParts
 from .engine import Run
 from .events import FinishedEvent, Statistics, TextEvent

@@ -4,7 +4,7 @@
 Dense decoders, mixtures of experts, models with latent attention and hybrids.
 """
 
-from .chat import encode_chat
+from .chat_prompt import encode_chat
 from .config import DecoderConfig
 from .export import export_model
 from .hub import find_model
@@ -13,6 +13,7 @@ from .included import download as download_smollm2
 from .included import find as find_included
 from .model import DecoderModel
 from .parallel import ParallelModel
+from .plain_messages import plain_tokenizer
 from .registry import config_from_directory, config_from_fields
 from .source import fingerprint
 from .tokens import check_tokens, encode_text
@@ -34,4 +35,5 @@ __all__ = [
     "find_included",
     "find_model",
     "fingerprint",
+    "plain_tokenizer",
 ]

@@ -141,7 +141,10 @@ def _parser() -> argparse.ArgumentParser:
             "--traceback", action="store_true", help="print the traceback of an error"
         )
         command.add_argument(
-            "--threads", type=_threads, metavar="N", help="CPU threads (default: one per core)"
+            "--threads",
+            type=_threads,
+            metavar="N",
+            help="CPU threads (default: the CPUs that the process may use)",
         )
     return parser
 

@@ -32,7 +32,7 @@ define linkonce_odr <{lanes} x i8> @pagedkv_select_{lanes}(i{lanes} %bits) #0 {{
 
 
 def scope():
-    """Where `not_negative` and `select` may be emitted."""
+    """Return the scope in which `not_negative` and `select` may be emitted."""
     return T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS)
 
 

@@ -106,7 +106,7 @@ def load_unpacked(pages: QuantizedPages, row: Sequence, column: int, num_columns
 
 
 def _scale(pages: QuantizedPages, row: Sequence, group):
-    """What codes are multiplied with."""
+    """Return the factor of the codes of a group."""
     scale = pages.scale(row, group)
     if not pages.codec.is_integer and pages.spec.target.has_f16_convert:
         return scale * T.float32(_FLOAT8_TO_HALF)

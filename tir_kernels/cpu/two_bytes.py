@@ -76,7 +76,7 @@ class TwoBytes:
         return 2, width // 4, 4
 
     def index(self, of_set, row: int):
-        """Where a row of a set lies in `scale` and in a segment of `offsets`."""
+        """Return the index of a row of a set in `scale` and in a segment of `offsets`."""
         return of_set * self.stride + row
 
     def dword(self, of_set, row: int, is_low: int, dword):

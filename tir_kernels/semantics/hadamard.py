@@ -27,7 +27,7 @@ def v_parts(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
 
 
 def block_factor(width: int) -> float:
-    """What makes the matrix of 1 and -1 orthogonal for blocks of `width` columns."""
+    """Return the factor that makes a matrix of 1 and -1 orthogonal, for blocks of `width` columns."""
     return block_size(width) ** -0.5
 
 

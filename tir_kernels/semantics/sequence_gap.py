@@ -11,7 +11,7 @@ from .visibility import Gap, NoGap, Span, WholeSequence
 
 @T.meta_class
 class SequenceGap:
-    """What a sequence has dropped, and the spans of columns on both sides of it.
+    """The positions that a sequence has dropped, and the spans of columns on both sides of them.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class SequenceGap:
             self.gap = Gap(*self.fields, lengths.index_temp)
 
     def begin(self, sequence) -> None:
-        """Go on with a sequence."""
+        """Load the gap of a sequence."""
         if self.fields:
             gap = self.lengths.gap(sequence)
             for field, value in zip(self.fields, (gap.sinks, gap.begin, gap.back), strict=True):

@@ -110,7 +110,7 @@ class WholePair:
 
     @inline
     def begin(self, sequence, first_head, num_heads):
-        """Go on with a pair."""
+        """Load a pair: a sequence and some of its heads."""
         self.sequence = sequence
         self.row = self.a.q_indptr[sequence]
         self.first_head = first_head

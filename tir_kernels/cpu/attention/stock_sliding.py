@@ -36,7 +36,7 @@ class _StockWindowMask(WindowMask):
         return self
 
     def begin_sequence(self, sequence, kv_len) -> None:
-        """Go on with another sequence."""
+        """Load the number of hidden columns of a sequence."""
         self.num_hidden = self.num_hidden_of[sequence]
 
     def begin(self, row, num_rows, kv_len):

@@ -138,7 +138,7 @@ class BlockRow(ListedRow):
 
     @inline
     def find_blocks(self, row):
-        """Go on with a row; a later one than before."""
+        """Find the sequence and the block of a row; rows come in ascending order."""
         self.find(row)
         self.own_block = self.own // self.block_size
         self.num_own_pages = self.own % self.block_size // self.page_size + 1

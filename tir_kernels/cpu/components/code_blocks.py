@@ -185,7 +185,7 @@ class CodeScales:
                 prefetch(pages.scales, (*row, scale), INTO_L1)
 
     def prefetcher(self, rows, position, plane: int) -> Callable:
-        """What asks for the codes of `positions` positions of K or V, little by little.
+        """Return a function that prefetches the codes of `positions` positions of K or V, in parts.
 
         Asking for much at once would wait for memory. A step has few enough lines for L1, but CPUs
         with AVX2 alone wait for that, too.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to Q and O where pages keep K and V multiplied with Hadamard matrices."""
+"""Rotation of Q and O where pages keep K and V multiplied with Hadamard matrices."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class TokenTile:
 
     @inline
     def begin_sequence(self, sequence):
-        """Go on with a sequence."""
+        """Load the rows and pages of a sequence."""
         a = T.meta_var(self.a)
         self.num_rows_of_sequence = a.q_indptr[sequence + 1] - a.q_indptr[sequence]
         self.first_page = a.page_indptr[sequence]
@@ -67,7 +67,7 @@ class TokenTile:
 
     @inline
     def begin(self, sequence, index):
-        """Go on with a tile of the sequence."""
+        """Select a tile of the sequence."""
         most, num_rows = T.meta_var((tile_tokens(self.spec), self.num_rows_of_sequence))
         self.first = self.a.q_indptr[sequence] + index * most
         self.num_tokens = T.min(most, num_rows - index * most)

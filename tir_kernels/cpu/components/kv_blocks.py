@@ -27,7 +27,7 @@ STRIP = 16  # rows of V that are read in all their columns before the next ones
 
 @T.meta_class
 class VisibleSpans:
-    """What the only row of a sequence sees: one span of positions, or two around a gap.
+    """The positions that the only row of a sequence sees: one span, or two around a gap.
 
     Between steps a sequence with a gap holds no more than its window, so its row sees all of that.
 
@@ -53,7 +53,7 @@ class VisibleSpans:
 
     @inline
     def begin_sequence(self, sequence, kv_len, q_position):
-        """Go on with a sequence whose pages hold `kv_len` positions, and with its row."""
+        """Load a sequence whose pages hold `kv_len` positions, and its row."""
         self.kv_len = kv_len
         if self.mask.has_window:
             self.q_position = q_position
@@ -73,7 +73,7 @@ class VisibleSpans:
 
     @inline
     def take(self, i):
-        """Go on with a span."""
+        """Take a span."""
         span = T.meta_var(self.gap.span(i, self.kv_len, self.first_position))
         self.end = span.end
         self.k_offset = span.k_offset
@@ -124,7 +124,7 @@ class KvBlocks:
 
     @inline
     def begin_pair(self, sequence, first_head, num_heads):
-        """Go on with some heads of a sequence."""
+        """Select some heads of a sequence."""
         self.first_entry = self.page_indptr[sequence]
         self.last_entry = self.page_indptr[sequence + 1] - 1
         self.first_head = first_head
@@ -132,7 +132,7 @@ class KvBlocks:
 
     @inline
     def begin_span(self, span, begin, end, last):
-        """Go on with the positions of a span that are in ``begin .. end - 1``.
+        """Select the positions of a span that are in ``begin .. end - 1``.
 
         The first one is aligned to a strip or a page: some may be hidden. The positions up to
         `last` are read next, so they are prefetched.
@@ -150,7 +150,7 @@ class KvBlocks:
 
     @inline
     def begin_block(self, i):
-        """Go on with a block of the span."""
+        """Select a block of the span."""
         self.first = self.begin + i * BLOCK
         self.count = T.min(BLOCK, self.end - self.first)
         self.num_hidden = self.visible - self.first
@@ -161,7 +161,7 @@ class KvBlocks:
 
     @inline
     def begin_head(self, local_head):
-        """Go on with a local head in the same block."""
+        """Select a local head in the same block."""
         last_head = T.meta_var(self.spec.num_kv_heads - 1)
         is_last = T.meta_var(local_head == self.num_heads - 1)
         self.local_head = local_head

@@ -67,7 +67,7 @@ class RowBlocks:
 
     @inline
     def begin(self, num_rows):
-        """Go on with a tile of rows."""
+        """Divide a tile of rows into wide and narrow blocks."""
         self.num_vectors = (num_rows + self.wide_tile.lanes - 1) // self.wide_tile.lanes
         self.num_wide = self.num_vectors // self.wide_tile.vectors
         self.count = self.num_vectors - self.num_wide * (self.wide_tile.vectors - 1)

@@ -147,7 +147,7 @@ class Pairs:
 
     @inline
     def begin_split(self, split_id):
-        """Go on with a split; a later one than before."""
+        """Start a split, which must come after the one before."""
         self.page = self.schedule.splits.first_item(split_id)
         self.end = self.schedule.splits.first_item(split_id + 1)
 
@@ -157,7 +157,7 @@ class Pairs:
 
     @inline
     def take(self):
-        """Go on with the next pair of the split, which may have no segment of it."""
+        """Take the next pair of the split, which may have no segment of it."""
         self._find(self.page)
         at = self.page - self.begin_of_sequence
         self._set_heads(T.cast(at // self.num_pages, "int32"))
@@ -191,7 +191,7 @@ class Pairs:
 
     @inline
     def find_cut(self, split_id):
-        """Go on with the pair that is cut first at the end of a split; else it has no splits."""
+        """Find the pair that is cut first at the end of a split; else it has no splits."""
         splits = T.meta_var(self.schedule.splits)
         self.num_splits = 0
         self.page = splits.first_item(split_id + 1)

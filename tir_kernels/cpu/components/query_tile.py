@@ -129,7 +129,7 @@ class QueryTile:
 
     @inline
     def begin(self, first_token, num_tokens, head):
-        """Go on to other rows."""
+        """Start other rows, whose softmax has seen nothing yet."""
         self.first_token = first_token
         self.head = head
         self.num_rows = num_tokens * self.group
@@ -145,7 +145,7 @@ class QueryTile:
 
     @inline
     def begin_span(self):
-        """Go on to other columns, for which rows may have other positions."""
+        """Start other columns, for which rows may have other positions."""
         self.num_packed = 0
 
     @inline

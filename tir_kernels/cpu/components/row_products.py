@@ -56,7 +56,7 @@ class RowProducts:
 
     @inline
     def begin_block(self, kv: KvBlocks, k_offset):
-        """Go on with a block of positions, of which each local head has its K and V."""
+        """Start a block of positions, of which each local head has its K and V."""
         count, rope = T.meta_var((self.blocking.positions, self.rope))
         if rope.rotates_k:
             for t in range((kv.count + count - 1) // count * count):

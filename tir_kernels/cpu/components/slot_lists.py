@@ -108,7 +108,7 @@ class ListedRow:
 
     @inline
     def find(self, row):
-        """Go on with a row; a later one than before."""
+        """Find the sequence of a row; rows come in ascending order."""
         a = T.meta_var(self.a)
         while a.q_indptr[self.sequence + 1] <= row:
             self.sequence += 1

@@ -69,7 +69,7 @@ def blocks_of(spec: RecurrentSpec) -> tuple[Block, Block]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where columns lie: in the rows of an array, from a column on.
+    """The location of columns: the rows of an array, from a column on.
 
     Parameters
     ----------

@@ -110,14 +110,14 @@ class StateItems:
 
     @inline
     def advance(self):
-        """Go on with the next item."""
+        """Advance to the next item."""
         self.position += self.cost
         self.item += 1
         self._leave()
 
     @inline
     def _leave(self):
-        """Go on with the next sequence behind the last item of one."""
+        """Advance to the next sequence after the last item of one."""
         if self.item == self.work.per_sequence:
             self.item = 0
             self.sequence += 1

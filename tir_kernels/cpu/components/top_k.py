@@ -121,7 +121,7 @@ class TopK:
 
     @inline
     def open(self, index):
-        """Go on with a list."""
+        """Load the state of a list."""
         self.first = T.cast(index, "int64") * self.lists.room
         self.count = self.lists.states[T.cast(index, "int64"), 0]
         self.threshold = self.lists.states[T.cast(index, "int64"), 1]

@@ -126,7 +126,7 @@ class TreeMask(CausalMask):
 
     @inline
     def begin_sequence(self, sequence, kv_len):
-        """Go on with another sequence."""
+        """Load the tree of a sequence."""
         self.kv_len = kv_len
         self.first_node = self.trees.indptr[sequence]
         self.num_nodes = self.trees.indptr[sequence + 1] - self.first_node

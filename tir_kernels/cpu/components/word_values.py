@@ -181,7 +181,7 @@ class WordValues(RowProducts):
                 store(o, at, LANES, before + value)
 
     def _place(self, begin, strip: Strip):
-        """Where the two vectors of a strip are in a row of O."""
+        """Return the column of a row of O at which a strip begins."""
         if strip.words and strip.words[0]:
             begin = begin + 2 * LANES
         return begin + strip.is_high * self.v_rows.code_bytes

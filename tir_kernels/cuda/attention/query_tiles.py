@@ -48,7 +48,7 @@ from ..tiles.wgmma import WarpgroupProducts
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What the rows of a call attend to.
+    """The rows of a call, and the columns that they attend to.
 
     Parameters
     ----------

@@ -137,7 +137,7 @@ class CodePipeline(KvPipeline):
         return T.truncdiv(word, words), i, position, T.truncmod(word, words)
 
     def word_pointer(self, stage, row, word, byte=0):
-        """Where a word of the scales of a row of a stage is, or a byte of it."""
+        """Return the address of a word of the scales of a row of a stage, or of a byte of it."""
         size = self.codes.scales_bytes(self.tiling.positions)
         at = stage * size + (row * self.codes.slot_words + word) * WORD_BYTES
         return self.memory.ptr_to([self.scales_begin + at + byte])
@@ -145,7 +145,7 @@ class CodePipeline(KvPipeline):
     # --- scales of groups of columns ------------------------------------------------------------
 
     def _scale_pointer(self, first, stage, row, plane, group):
-        """Where the scale of a group of columns of a row is."""
+        """Return the address of the scale of a group of columns of a row."""
         codes = self.codes
         word = 0 if codes.is_latent else plane * codes.scale_words
         if codes.scale_bits == 32:

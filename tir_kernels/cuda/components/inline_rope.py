@@ -41,7 +41,7 @@ class InlineRope:
 
     @inline
     def begin(self, length):
-        """Go on with a sequence of `length` positions, the dropped ones included."""
+        """Start a sequence of `length` positions, the dropped ones included."""
         self.length = length
 
     @inline

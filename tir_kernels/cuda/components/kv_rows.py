@@ -58,7 +58,7 @@ class PagedRows:
 
     @inline
     def begin(self, first_entry, head):
-        """Go on with the sequence whose pages begin at an entry of `page_values`."""
+        """Point at the sequence whose pages begin at an entry of `page_values`."""
         self.first_entry = first_entry
         self.head = head
 
@@ -171,7 +171,7 @@ class RaggedRows:
 
     @inline
     def begin(self, first_row, head):
-        """Go on with the sequence whose rows begin at a row of `k` and `v`."""
+        """Point at the sequence whose rows begin at a row of `k` and `v`."""
         self.first_row = first_row
         self.head = head
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rows of a tile see: bounds of causal masks and windows, dropped positions, trees."""
+"""Columns that the rows of a tile see: causal masks, windows, dropped positions, token trees."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TileMask:
 
     @inline
     def begin(self, sequence):
-        """Go on with a sequence."""
+        """Load the RoPE position of column 0 and the gap of a sequence."""
         if self.k_offsets is None:
             self.k_offset = self.tree.k_offset
         else:

@@ -71,7 +71,7 @@ class NonFiniteGuard:
 
     @inline
     def begin(self):
-        """Go on with a tile of rows: attend without guard first."""
+        """Start a tile of rows, whose first pass has no guard."""
         self.mode = _QUICK
 
     def has_pass(self):

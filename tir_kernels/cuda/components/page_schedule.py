@@ -90,7 +90,7 @@ class PageSchedule:
 
     @inline
     def advance(self):
-        """Go on with the next pair."""
+        """Advance to the next pair."""
         while self.first_kv_tile(self.sequence + 1) <= self.index:
             self.sequence += 1
         self.find_pair(self.index)

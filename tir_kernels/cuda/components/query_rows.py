@@ -17,7 +17,7 @@ from .kv_rows import as_int64
 
 @T.meta_class
 class QueryRows:
-    """Where the rows of a tile are in Q and O, and which of them a thread has.
+    """Indices of the rows of a tile in Q and O, and the rows that a thread has.
 
     Rows past the end of a sequence repeat its last one.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of a tile go: into O and its logs, or into partial states that are merged."""
+"""The output of a tile: its rows of O and their logs, or partial states that are merged later."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class FixedSplits(TileWork):
 
     @inline
     def advance(self):
-        """Go on with the tile."""
+        """Start the only tile of the block."""
         self.left = 0
         self.head = T.truncdiv(self.pair, self.tiling.slices)
         self.begin_item()
@@ -279,7 +279,7 @@ class BalancedSplits(TileWork):
 
     @inline
     def advance(self):
-        """Go on with the next tile."""
+        """Advance to the next tile."""
         sync_block()  # none reads any more what the tile before left in shared memory
         while self.index >= self.kv_tiles_of(self.item):
             self.index -= self.kv_tiles_of(self.item)

@@ -31,15 +31,15 @@ class NoTree:
 
     @inline
     def begin_sequence(self, sequence):
-        """Go on with a sequence."""
+        """Load the tree of a sequence."""
 
     @inline
     def begin(self, k_offset):
-        """Go on with a tile of rows; column 0 of the sequence is at a RoPE position."""
+        """Start a tile of rows; column 0 of the sequence is at a RoPE position."""
 
     @inline
     def begin_tile(self, first, rope, has_bias: bool):
-        """Go on with the columns from `first` on."""
+        """Start the tile of columns that begins at `first`."""
 
     def shared_end(self, end):
         """Return where the columns end that all rows see that end at `end` or later."""

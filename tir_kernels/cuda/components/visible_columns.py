@@ -44,7 +44,7 @@ class VisibleColumns:
 
     @inline
     def begin(self, sequence, num_pages):
-        """Go on with a sequence."""
+        """Load the lengths and positions of a sequence."""
         self.kv_len = self.lengths.kv_len(sequence, num_pages)
         self.first_position = self.a.k_rope_pos_offset[sequence]
         self.length = self.first_position + self.kv_len

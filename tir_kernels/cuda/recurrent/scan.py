@@ -29,7 +29,7 @@ MAX_WARPS = 2  # of a block: more would leave multiprocessors idle where sequenc
 
 
 class Tiling(NamedTuple):
-    """What a warp keeps of a state.
+    """The part of a state that a warp keeps.
 
     Attributes
     ----------

@@ -49,7 +49,7 @@ def narrow_dtype(dtype: str) -> str:
 
 
 def unit(codec: Codec, dtype: str) -> float:
-    """What a widened code of 1.0 stands for: what numbers in `dtype` are to be multiplied by."""
+    """Return the factor for widened codes in `dtype`: the value of a widened code of 1.0."""
     is_float = codec.storage_dtype == "uint8" and codec.bits == 8
     return 256.0 if is_float and narrow_dtype(dtype) == "float16" else 1.0
 

@@ -33,7 +33,7 @@ class GroupScales(RowScales):
 
     @inline
     def begin_tile(self, first):
-        """Go on with the tile of positions from `first` on."""
+        """Start the tile of positions that begins at `first`."""
         self.first = first
 
     def scale_scores(self, scores, tile, lane) -> None:

@@ -50,7 +50,7 @@ def _every_other(words, half: int) -> list:
 
 @T.meta_class
 class CodeTensorCores(TensorCores):
-    """What a warp multiplies with codes of 8 bits; scales are left to others.
+    """Products of a warp with codes of 8 bits; scales are left to others.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class CodeTensorCores(TensorCores):
 
 @T.meta_class
 class PackedCodeTensorCores(CodeTensorCores):
-    """What a warp multiplies with codes of 4 bits, and with the scales of their groups.
+    """Products of a warp with codes of 4 bits, and with the scales of their groups.
 
     Parameters
     ----------

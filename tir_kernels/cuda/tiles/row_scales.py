@@ -116,7 +116,7 @@ class RowScales(NoScales):
         self.range = WeightRange(codec, dtype)
 
     def pointer(self, tile, row, plane):
-        """Where the scale of a row of K (plane 0) or V (plane 1) is."""
+        """Return the address of the scale of a row of K (plane 0) or V (plane 1)."""
         size = CodeTiling.row_scales_bytes(self.positions)
         at = tile * size + (row * ROW_SCALES + plane) * WORD_BYTES
         return self.memory.ptr_to([self.begin + at])

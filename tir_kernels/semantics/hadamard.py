@@ -27,7 +27,7 @@ def v_parts(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
 
 
 def block_factor(width: int) -> float:
-    """Return the factor that makes a matrix of 1 and -1 orthogonal, for blocks of `width` columns."""
+    """Return the factor that makes blocks of `width` columns of the 1 and -1 matrix orthogonal."""
     return block_size(width) ** -0.5
 
 

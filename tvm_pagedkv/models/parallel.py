@@ -66,8 +66,8 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
     if num_shards > 1 and config.qk_norm == "projection":
         raise ValueError(
-            "num_shards must be 1: the model normalizes Q and K over all heads (OLMo 2), which "
-            f"workers that share the heads do not do; got {num_shards}"
+            "num_shards must be 1: the model normalizes Q and K over all heads (OLMo 2 and 3, "
+            f"MiniMax M2), which workers that share the heads do not do; got {num_shards}"
         )
     if num_shards > 1 and config.latent is not None:
         raise ValueError(

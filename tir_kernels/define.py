@@ -7,7 +7,7 @@ from .spec import ITEMSIZE, CudaTarget, KernelSpec
 
 ACCESS_BYTES = 16  # that a thread of a GPU loads at once
 
-# What `T.match_buffer` is told of int32 arrays and of `lse`: they may start at any element.
+# Arguments of `T.match_buffer` for int32 arrays and `lse`, which may start at any element.
 I32 = {"dtype": "int32", "align": 4, "offset_factor": 1}
 F32 = {"dtype": "float32", "align": 4, "offset_factor": 1}
 

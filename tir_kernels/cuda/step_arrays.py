@@ -14,7 +14,7 @@ from ..spec import KernelSpec
 from .emit import launch
 
 THREADS = 128
-# What becomes of an array, as `ArrayChange` of `runtime_ext/step/array_changes.h` has it.
+# The changes of an array, numbered as in `ArrayChange` of `runtime_ext/step/array_changes.h`.
 SAME, NEXT, LENGTHS, SLOTS, INDPTR, PAGE_IDS = range(6)
 # Columns of `changes`.
 KIND, SOURCE, SINK, SIZE, FIRST_BLOCK, GROUP, PAGE_INDPTR = range(7)

@@ -52,7 +52,7 @@ def has_code_blocks(spec: KernelSpec) -> bool:
 
 
 class CodeRows:
-    """How the rows of K or of V are taken apart.
+    """The rows of codes of K or of V, and how they become blocks.
 
     Parameters
     ----------

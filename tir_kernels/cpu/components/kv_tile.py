@@ -190,7 +190,7 @@ class KvTile:
             return start
         return start // 32 * 32 + start % self.lanes * 2 + start // self.lanes % 2
 
-    # What follows is asked for during the products: much at once would wait for the memory.
+    # Prefetches are spread over the products: many at once would wait for the memory.
 
     def ahead(self, first, block, product, *, is_v: bool):
         """Return ``(step)``, which prefetches the next tile during a product of a block, or None.

@@ -28,7 +28,7 @@ MAX_POSITIONS = 128  # of a tile: each has a bit in shared memory
 LARGEST = 3.0e38  # of all logs
 _FIRST_WORD = NUM_VARIABLES
 _NEEDED = _FIRST_WORD + MAX_POSITIONS // WARP
-# What the exponents of the numbers in a word are if they are not finite.
+# The exponent bits of each number in a word, all of which are set if it is not finite.
 _EXPONENTS = {
     "float32": (0x7F800000,),
     "float16": (0x7C00, 0x7C000000),

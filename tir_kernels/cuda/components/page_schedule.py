@@ -78,7 +78,7 @@ class PageSchedule:
         """Take the split of a block: the end of one pair, whole pairs, and the next begun."""
         self.measure()
         self.index = as_count(block) * self.split_size
-        # What a block takes fits into 32 bits, and registers are scarce.
+        # The share of a block fits into 32 bits, and registers are scarce.
         left = T.meta_var(T.max(T.min(self.split_size, self.total - self.index), T.int64(0)))
         self.left = T.cast(left, I32)
         if self.left > 0:

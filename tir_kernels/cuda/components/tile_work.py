@@ -253,7 +253,7 @@ class BalancedSplits(TileWork):
         """Take the split of the block: the end of one tile, whole ones, and another begun."""
         self.measure(lane)
         first = as_count(self.block) * self.split_size
-        # What a block takes fits into 32 bits, and registers are scarce.
+        # The share of a block fits into 32 bits, and registers are scarce.
         left = T.meta_var(T.max(T.min(self.split_size, self.total - first), T.int64(0)))
         self.left = T.cast(left, I32)
         if self.left > 0:

@@ -62,7 +62,7 @@ bool Spin(int64_t max_ns, const Condition& is_done) {
 
 TaskSet::TaskSet(int num_tasks, Run run, void* context)
     : num_tasks_(num_tasks),
-      run_length_((num_tasks + kBits * kWords - 1) / (kBits * kWords)),
+      run_length_((num_tasks + kMaxRuns - 1) / kMaxRuns),
       num_runs_(num_tasks > 0 ? (num_tasks + run_length_ - 1) / run_length_ : 0),
       run_(run),
       context_(context) {}

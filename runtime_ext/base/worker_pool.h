@@ -28,6 +28,9 @@ class TaskSet {
  public:
   using Run = void (*)(void* context, int task);
 
+  /*! \brief Where there are more tasks, threads claim several at once. */
+  static constexpr int kMaxRuns = 1024;
+
   TaskSet(int num_tasks, Run run, void* context);
   TaskSet(const TaskSet&) = delete;
   TaskSet& operator=(const TaskSet&) = delete;
@@ -42,7 +45,7 @@ class TaskSet {
   bool RunFrom(int first);
 
  private:
-  static constexpr int kBits = 64, kWords = 4;
+  static constexpr int kBits = 64, kWords = kMaxRuns / kBits;
 
   /*! \return A run of tasks that nobody has claimed, `first` if possible; -1 if there is none. */
   int Claim(int first);
@@ -73,7 +76,7 @@ class WorkerPool {
 
  private:
   struct Worker;
-  static constexpr int kMaxWorkers = 1024;
+  static constexpr int kMaxWorkers = TaskSet::kMaxRuns - 1;  // more would find no task
 
   /*! \brief Starts workers. \return How many there are, at most `count`. */
   int Start(int count);

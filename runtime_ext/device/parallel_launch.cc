@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file parallel_launch.cc
- * \brief Errors of tasks, barriers, the number of threads, and the pool of the process.
+ * \brief Errors of tasks, the number of threads, and the pool of the process.
  */
 #include "device/parallel_launch.h"
 
@@ -13,14 +13,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "base/process.h"
+#include "base/task_barrier.h"
 #include "base/worker_pool.h"
 
 namespace pagedkv {
@@ -86,37 +85,19 @@ class Group {
   /*! \return 0, or -1 with the error of the first task that failed raised. */
   int Launch(Threads* threads) {
     threads->pool.Launch(&tasks_, threads->num_workers.load(std::memory_order_relaxed));
-    for (std::thread& thread : meeting_) thread.join();
+    barrier_.Join();
     if (error_ == nullptr) return 0;
     TVMFFIErrorSetRaised(error_);
     TVMFFIObjectDecRef(error_);
     return -1;
   }
 
-  /*!
-   * \brief Waits for all tasks.
-   *
-   * No kernel of this project does. Threads claim a task when they have ended the one before, so
-   * here each task that nobody has claimed gets a thread of its own.
-   */
-  void Arrive() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (static_cast<int>(meeting_.size()) < env_.num_task - 1 && !has_all_) {
-      meeting_.emplace_back([this] { tasks_.RunFrom(0); });
-    }
-    has_all_ = true;
-    const int round = round_;
-    if (++num_arrived_ == env_.num_task) {
-      num_arrived_ = 0;
-      ++round_;
-      met_.notify_all();
-    }
-    met_.wait(lock, [&] { return round_ != round; });
-  }
+  void Arrive() { barrier_.Arrive(); }
 
  private:
   void Run(int task) {
     if (function_(task, &env_, data_) == 0) return;
+    barrier_.Leave();
     TVMFFIObjectHandle error = nullptr;
     TVMFFIErrorMoveFromRaised(&error);  // each thread has its own
     std::lock_guard<std::mutex> lock(mutex_);
@@ -131,13 +112,10 @@ class Group {
   void* const data_;
   TVMParallelGroupEnv env_;
   TaskSet tasks_;
+  TaskBarrier barrier_{&tasks_};
   std::mutex mutex_;
   TVMFFIObjectHandle error_ = nullptr;  // of task failed_
   int failed_ = 0;
-  std::vector<std::thread> meeting_;
-  std::condition_variable met_;
-  int num_arrived_ = 0, round_ = 0;
-  bool has_all_ = false;
 };
 
 /*! \brief `runtime.config_threadpool`: TVM's pool, which other libraries may use, and this one. */
@@ -152,7 +130,7 @@ void Configure(const ffi::Function& tvm_configure, ffi::PackedArgs args, ffi::An
 
 int ParallelLaunch(FTVMParallelLambda function, void* data, int num_task) {
   Threads& threads = Threads::OfProcess();
-  if (num_task == 0) num_task = threads.num_threads.load(std::memory_order_relaxed);
+  if (num_task == 0) num_task = std::min(threads.num_threads.load(), TaskSet::kMaxRuns);
   return Group(function, data, num_task).Launch(&threads);
 }
 

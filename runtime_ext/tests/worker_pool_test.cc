@@ -37,7 +37,7 @@ void CheckOnce(WorkerPool* pool, int num_tasks, int num_workers) {
 TEST_CASE("worker pool: every task runs once") {
   WorkerPool pool;
   for (int num_workers : {0, 1, 3}) {
-    for (int num_tasks : {0, 1, 2, 3, 63, 64, 65, 255, 256, 257, 1000, 5000}) {
+    for (int num_tasks : {0, 1, 2, 3, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 5000}) {
       CheckOnce(&pool, num_tasks, num_workers);
     }
   }

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -64,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ``--traceback`` after the traceback; 130 after Ctrl-C.
     """
     options = None
+    # Before it ends, Python searches all objects for cycles, which takes 0.4 s once TVM is loaded.
+    # The system frees their memory anyway, and whatever must be closed is registered with `atexit`.
+    atexit.register(gc.freeze)
     prepare()
     warnings.showwarning = _show_warning
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `before_tvm` left it

@@ -191,6 +191,36 @@ def test_an_interrupt_leaves_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+LEAVE = """
+import atexit, os, sys, threading, time, weakref
+from tvm_pagedkv_cli import command, info
+
+class Object:
+    def __init__(self, name):
+        self.name = name
+    def __del__(self, write=os.write):
+        write(1, self.name + b" ends; ")
+
+def run(_):
+    global cycle, kept
+    cycle, kept, single = Object(b"cycle"), Object(b"kept object"), Object(b"object")
+    cycle.itself = cycle
+    weakref.finalize(kept, os.write, 1, b"finalizer; ")
+    atexit.register(os.write, 1, b"handler; ")
+    threading.Thread(target=lambda: (time.sleep(0.1), os.write(1, b"thread; "))).start()
+    print("text", end="; ")
+
+info.run = run
+sys.exit(command.main(["info"]) or 7)
+"""
+
+
+def test_the_command_ends_without_a_search_for_cycles():
+    done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True)
+    expected = "object ends; text; thread; handler; finalizer; "
+    assert (done.returncode, done.stdout, done.stderr) == (7, expected, "")
+
+
 if __name__ == "__main__":
     import tvm.testing
 

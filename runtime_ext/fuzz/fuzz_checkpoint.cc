@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "bytes.h"
 #include "checkpoint/checkpoint_metadata.h"
+#include "operation_count.h"
 #include "state/plans/forward_plan.h"
 #include "state/sequences/sequence_imports.h"
 
@@ -148,7 +149,9 @@ class World {
                Windows(layout), StateGroups(layout), NumStates(layout, bytes)),
         imports_(&table_) {}
 
-  void Apply(Bytes* bytes) {
+  /*! \return Whether the operation was done; else it was refused. */
+  bool Apply(Bytes* bytes) {
+    bool was_done = true;
     const State before = Look();
     try {
       switch (bytes->Between(0, 9)) {
@@ -174,9 +177,11 @@ class World {
           Import(bytes);
       }
     } catch (const Error&) {
+      was_done = false;
       FUZZ_CHECK(Look() == before);
     }
     table_.CheckIntegrity();
+    return was_done;
   }
 
   /*! \brief Nothing is left behind. */
@@ -341,11 +346,13 @@ class World {
 
 }  // namespace pagedkv
 
+pagedkv::OperationCount operations;
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   pagedkv::Bytes bytes(data, size);
   const pagedkv::CheckpointLayout layout = pagedkv::DrawLayout(&bytes);
   pagedkv::World world(layout, &bytes);
-  while (!bytes.empty()) world.Apply(&bytes);
+  while (!bytes.empty()) operations.Add(world.Apply(&bytes));
   world.End();
   return 0;
 }

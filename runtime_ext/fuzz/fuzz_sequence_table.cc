@@ -15,63 +15,44 @@
  * anew. All arrays and all of the state must be equal.
  */
 #include <algorithm>
-#include <map>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "bytes.h"
-#include "drawn_step.h"
 #include "expected_tokens.h"
-#include "hashed_states.h"
-#include "paged_tokens.h"
+#include "operation_count.h"
 #include "state/plans/commit_plan.h"
-#include "state/plans/forward_plan.h"
+#include "state/sequences/copy_on_write.h"
 #include "state/sequences/sequence_table.h"
-#include "step_arrays_copy.h"
+#include "stepped_tokens.h"
 #include "table_state.h"
 
 namespace pagedkv {
 
 namespace {
 
-constexpr int64_t kMaxSequences = 6, kMaxId = 8, kChunk = 12;
-constexpr int64_t kMaxNewPages = 8;  // until the arrays of a batch are written anew
-
-class World {
+class World : public SteppedTokens {
  public:
-  World(const Sizes& sizes, bool advances)
-      : table_(kMaxSequences, sizes.page_size, sizes.num_pages, sizes.windows, sizes.state_groups,
-               sizes.num_states),
-        plan_(&table_, kChunk),
-        advances_(advances),
-        pages_(&table_, sizes),
-        states_(&table_, sizes) {
-    for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      // Caches share no pages in groups with a window.
-      if (sizes.num_pages[g] % 2 && !table_.geometry().HasWindow(g))
-        plan_.SharePrefixes(g, /*min_saved_positions=*/2);
-    }
-  }
+  using SteppedTokens::SteppedTokens;
 
-  bool operator==(const World& other) const {
-    return StateOf(table_) == StateOf(other.table_) && arrays_ == other.arrays_;
-  }
-
-  void Apply(Bytes* bytes) {
+  /*! \return Whether the operation was done; else it was refused. */
+  bool Apply(Bytes* bytes) {
+    bool was_done = true;
     const TableState before = StateOf(table_);
     const auto expected = expected_;
     try {
       Draw(bytes);
     } catch (const Error& error) {
+      was_done = false;
       FUZZ_CHECK(StateOf(table_) == before);
       const bool is_reclaimed = std::string(error.what()).find("reclaimed") != std::string::npos;
       FUZZ_CHECK(!is_reclaimed || HasReclaimed() || states_.is_used());  // a hit takes few states
       expected_ = expected;
     }
     Check();
+    return was_done;
   }
 
  private:
@@ -134,15 +115,6 @@ class World {
       default:
         StepAgain(bytes);
     }
-  }
-
-  int64_t LengthOf(int64_t id) const {
-    auto it = expected_.find(id);
-    return it == expected_.end() ? 0 : static_cast<int64_t>(it->second.all.size());
-  }
-  int64_t NumNodesOf(int64_t id) const {
-    auto it = expected_.find(id);
-    return it == expected_.end() ? 0 : static_cast<int64_t>(it->second.parents.size());
   }
 
   void Fork(int64_t parent, Bytes* bytes) {
@@ -276,141 +248,6 @@ class World {
     expected_[id] = std::move(added);
   }
 
-  /*! \brief Records the tokens of the rows of a step, of sequences whose tokens are all known. */
-  void RecordStep(const std::vector<int64_t>& ids, const std::vector<int64_t>& lengths) {
-    int32_t token = last_token_;
-    for (size_t i = 0; i < ids.size(); ++i) {
-      std::vector<int32_t> tokens;
-      for (int64_t n = 0; n < lengths[i]; ++n) tokens.push_back(++token);
-      Sequence& sequence = *plan_.SequenceToRecord(static_cast<int64_t>(i));
-      const bool is_next = table_.prefixes().NumRecorded(sequence) == plan_.PastLength(i);
-      if (!is_next || sequence.window.IsSet()) continue;
-      table_.prefixes().Record(&sequence, {tokens.data(), lengths[i]});
-      texts_.push_back(expected_.at(ids[i]).all);
-      texts_.back().insert(texts_.back().end(), tokens.begin(), tokens.end());
-    }
-  }
-
-  void Step(Bytes* bytes) {
-    const DrawnStep step(bytes, kMaxId, kChunk, [this](int64_t id) { return NumNodesOf(id); });
-    RunStep(step.ids, step.lengths, step.parents, bytes);
-  }
-
-  /*! \brief Some steps of the sequences of the last one, with nothing in between. */
-  void StepAgain(Bytes* bytes) {
-    std::vector<int64_t> ids;
-    for (int64_t id : last_ids_) {
-      if (expected_.count(id)) ids.push_back(id);
-    }
-    if (ids.empty()) return AddBatch(bytes);
-    const std::vector<int64_t> lengths(ids.size(), 1);
-    RunStep(ids, lengths, std::nullopt, bytes);
-    try {
-      for (int64_t n = bytes->Between(0, 7); n > 0; --n) RunStep(ids, lengths, std::nullopt, bytes);
-    } catch (const Error&) {  // it changes nothing: the state is that after the steps before
-    }
-  }
-
-  void AddBatch(Bytes* bytes) {
-    last_ids_.clear();
-    for (int64_t id = bytes->Between(0, 4); id >= 0; --id) {
-      last_ids_.push_back(id);
-      if (expected_.count(id)) continue;
-      table_.Add(id);
-      expected_[id] = {};
-    }
-  }
-
-  void RunStep(const std::vector<int64_t>& ids, const std::vector<int64_t>& lengths,
-               const std::optional<std::vector<int64_t>>& parents, Bytes* bytes) {
-    const int64_t end = bytes->Between(0, 15);  // most steps end well
-    const uint8_t skipping_groups = end == 2 ? bytes->Next() | 1 << bytes->Next() % 3 : 0;
-    const bool has_trees = parents.has_value();
-    const IntSpan all_ids{ids.data(), ids.size()}, all_lengths{lengths.data(), lengths.size()};
-    if (has_trees) {
-      plan_.Prepare(all_ids, all_lengths, IntSpan{parents->data(), parents->size()});
-    } else if (!advances_ || !plan_.Advance(all_ids, all_lengths)) {
-      plan_.Prepare(all_ids, all_lengths);
-    }
-    plan_.Acquire();
-    pages_.Copy(plan_.copies());
-    if (end == 0) return plan_.Release();  // as after a failed copy
-
-    std::vector<uint32_t> found;  // the state behind each row, where the recurrent layer is called
-    const bool is_left_out = skipping_groups >> std::max(table_.num_groups() - 1, 0) & 1;
-    if (states_.is_used() && !is_left_out) found = states_.Scan(plan_, &pages_, last_token_ + 1);
-    last_ids_ = ids;
-    arrays_.Fill(plan_, table_.num_groups());
-    if (!plan_.is_advanced()) plan_.AllowAdvance(kMaxNewPages);
-    plan_.Commit();
-    arrays_.FillPast(plan_, table_.num_groups());
-    if (!has_trees && bytes->Next() % 2) RecordStep(ids, lengths);
-    if (bytes->Next() % 2) table_.CheckIntegrity(/*has_slid=*/false);
-    if (end == 1) {  // an aborted step, whose kernels have written their rows
-      for (int32_t g = 0; g < table_.num_groups(); ++g) {
-        for (int32_t slot : arrays_.slots(g)) pages_.At(g, slot) = -1;
-      }
-      return plan_.Abort();
-    }
-    const bool is_written = end != 2;  // else a layer of some groups, or of none, is left out
-    size_t row = 0;
-    for (size_t i = 0; i < ids.size(); ++i) {
-      Tokens& tokens = expected_.at(ids[i]);
-      for (int64_t n = 0; n < lengths[i]; ++n, ++row) {
-        const int64_t parent = has_trees ? (*parents)[row] : -1;
-        absent_.Add(++last_token_, is_written, tokens, parent);
-        if (states_.is_used()) {
-          states_.Add(last_token_, tokens.Before(parent, has_trees));
-          const bool is_right = !found.empty() && found[row] == states_.Of(last_token_);
-          FUZZ_CHECK(is_right || absent_.IsTainted(last_token_));
-        }
-        tokens.all.push_back(last_token_);
-        if (has_trees) tokens.parents.push_back(parent);
-        for (int32_t g = 0; g < table_.num_groups(); ++g) {
-          const bool is_skipped = skipping_groups >> g & 1;
-          pages_.At(g, arrays_.slots(g)[row]) = is_skipped ? -1 : last_token_;
-        }
-      }
-      tokens.Slide();
-    }
-    plan_.Finish(is_written);
-  }
-
-  void Check() const {
-    table_.CheckIntegrity();  // what it throws ends the process
-    FUZZ_CHECK(table_.num_sequences() == static_cast<int64_t>(expected_.size()));
-    for (const auto& [id, tokens] : expected_) {
-      const Sequence& sequence = table_.At(id);
-      FUZZ_CHECK(sequence.length == static_cast<int64_t>(tokens.all.size()));
-      FUZZ_CHECK(sequence.tree.size() == static_cast<int64_t>(tokens.parents.size()));
-      FUZZ_CHECK(tokens.has_dropped == (sequence.window.num_dropped > 0));
-      for (int64_t i = 0; i < sequence.length; ++i) {
-        const bool is_marked = sequence.window.TextPosition(i) >= sequence.first_unwritten;
-        FUZZ_CHECK(is_marked || !absent_.IsTainted(tokens.all[i]));
-      }
-      states_.Visit(sequence, tokens.all, [this](int32_t token, uint32_t state) {
-        FUZZ_CHECK(state == states_.Of(token) || absent_.IsTainted(token));
-      });
-      for (int32_t g = 0; g < table_.num_groups(); ++g) {
-        for (int64_t i = table_.geometry().FirstPosition(sequence, g); i < sequence.length; ++i) {
-          const int32_t held = pages_.Of(sequence, g, i);
-          FUZZ_CHECK(held == tokens.all[i] || absent_.IsUnwritten(tokens.all[i]));
-        }
-      }
-    }
-  }
-
-  SequenceTable table_;
-  ForwardPlan plan_;
-  bool advances_;
-  StepArraysCopy arrays_;               // of the last step
-  std::vector<int64_t> last_ids_;       // of its sequences
-  std::map<int64_t, Tokens> expected_;  // by sequence
-  PagedTokens pages_;
-  HashedStates states_;
-  std::vector<std::vector<int32_t>> texts_;  // whose pages may be found
-  AbsentRows absent_;
-  int32_t last_token_ = 0;
   int64_t now_ = 0;  // the clock of hints
 };
 
@@ -418,13 +255,15 @@ class World {
 
 }  // namespace pagedkv
 
+pagedkv::OperationCount operations;
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   pagedkv::Bytes bytes(data, size);
   const pagedkv::Sizes sizes(&bytes);
   pagedkv::World world(sizes, /*advances=*/true), planned(sizes, /*advances=*/false);
   while (!bytes.empty()) {
     pagedkv::Bytes same = bytes;
-    world.Apply(&bytes);
+    operations.Add(world.Apply(&bytes));
     planned.Apply(&same);
     FUZZ_CHECK(world == planned);
   }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Build the fuzz targets and run one: scripts/tools/fuzz.sh sequence_table [seconds = 60] [seed]
+# At the end it prints how many inputs and operations it has run.
 # An input that ends the process is kept in build/fuzz/crashes; to run it again:
 # build/fuzz/fuzz_sequence_table build/fuzz/crashes/crash-...
 set -euo pipefail

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def fuzz(target: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 def test_finds_nothing(fuzzers, tmp_path, target, seed):
     result = fuzz(fuzzers / target, tmp_path, "--seconds=60", f"--seed={seed}")
     assert result.returncode == 0, result.stderr
+    assert re.search(
+        r"^[1-9]\d* operations, of which \d+ were refused$", result.stdout, re.MULTILINE
+    )
     print(result.stdout)
 
 

@@ -174,11 +174,31 @@ def test_a_call_that_stops_early_leaves_the_cache_usable(model, num_events, num_
     assert check(model, PROMPTS, **options).reused_tokens > sum(map(len, PROMPTS)) / 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "drafts"), [((1, 1024), 0), ((3, 1024, 8), 0), ((4, 1024, 9), 3)]
+)
+def test_a_small_cache_is_no_reason_to_refuse(model, sizes, drafts):
+    cache = model.create_cache(*sizes)
+    texts, _ = run(model, PROMPTS, cache=cache, num_speculative_tokens=drafts)
+    assert texts == run(model, PROMPTS)[0]
+
+
+def test_more_continuations_than_the_cache_holds(model):
+    params = SamplingParams(n=3, max_tokens=2)
+    with pytest.raises(ValueError, match="max_num_sequences of at least 3 for these .*, got 2"):
+        generate(model, PROMPTS, params, cache=model.create_cache(2, 1024))
+
+
 def test_caches_that_do_not_suit(model):
     for sizes, options, message in (
         ((8, 1024), {"max_total_tokens": 512}, "max_total_tokens must be None with a cache"),
-        ((8, 1024), {}, "max_num_sequences of at least 32 for these arguments, got 8"),
-        ((32, 1024, 64), {}, "prefill_chunk_size of at least 512 .*, got 64"),
+        ((8, 1024), {"max_num_sequences": 9}, "max_num_sequences of at least 9 .*, got 8"),
+        (
+            (32, 1024, 64),
+            {"prefill_chunk_size": 65},
+            "prefill_chunk_size of at least 65 .*, got 64",
+        ),
+        ((8, 1024, 4), {"num_speculative_tokens": 4}, "prefill_chunk_size of at least 5 .*, got 4"),
         ((32, 128), {}, "the cache is too small: prompt 1 .* the cache without its sequences"),
     ):
         with pytest.raises(ValueError, match=message):

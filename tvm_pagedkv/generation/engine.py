@@ -24,7 +24,7 @@ from .events import FinishedEvent, Statistics, TextEvent
 from .page_budget import PageBudget
 from .parameters import SamplingParams, Window, encode_prompt
 from .prefill import Prefill
-from .settings import Settings
+from .settings import Settings, cache_description
 
 _log = logging.getLogger("tvm_pagedkv.generation")
 
@@ -35,8 +35,8 @@ def generate(
     params: SamplingParams | None = None,
     *,
     max_total_tokens: int | None = None,
-    prefill_chunk_size: int = 512,
-    max_num_sequences: int = 32,
+    prefill_chunk_size: int | None = None,
+    max_num_sequences: int | None = None,
     window: Window | None = None,
     num_speculative_tokens: int = 0,
     on_peak_usage: Callable[[KVCache], None] | None = None,
@@ -54,10 +54,12 @@ def generate(
         None: those that the makers of the model recommend.
     max_total_tokens : int, optional
         Capacity of the cache; None: enough for the largest possible batch.
-    prefill_chunk_size : int
-        Maximum number of rows of a prefill step. Longer prompts take several steps.
-    max_num_sequences : int
-        Maximum number of continuations that run at a time; it is raised to `params.n`.
+    prefill_chunk_size : int, optional
+        Maximum number of rows of a prefill step. Longer prompts take several steps. None: 512, or
+        what the given `cache` holds if that is less.
+    max_num_sequences : int, optional
+        Maximum number of continuations that run at a time; it is raised to `params.n`. None: 32, or
+        what the given `cache` holds if that is less.
     window : Window, optional
         Sliding window of every text, which may then be longer than the model's context. The model
         must have been loaded with ``sliding_window``.
@@ -144,8 +146,8 @@ class Run:
         continues_text: Sequence[bool] | None = None,
     ) -> None:
         settings.check(model)
-        chunk, page_size = settings.prefill_chunk_size, model.options.page_size
-        num_slots = max(settings.max_num_sequences, params.n)
+        chunk, num_slots = settings.capacities()
+        page_size, num_slots = model.options.page_size, max(num_slots, params.n)
         budget = PageBudget(
             page_size,
             model.config.context_length,
@@ -238,7 +240,7 @@ def _check_cache(
     cache: KVCache, prompts: Sequence[Sequence[int]], num_slots: int, budget: PageBudget
 ) -> int:
     """Check the capacities of a cache that the caller gave; return its pages."""
-    info = (cache.first if hasattr(cache, "first") else cache).description
+    info = cache_description(cache)
     num_rows = max(budget.prefill_chunk_size, num_slots * (1 + budget.max_drafts))
     for name, minimum in (("max_num_sequences", num_slots), ("prefill_chunk_size", num_rows)):
         if info[name] < minimum:

@@ -107,7 +107,7 @@ class Prefill:
 
         At most one of them continues in the step after, and is the first one there.
         """
-        step, room = [], self.settings.prefill_chunk_size
+        step, room = [], self.batch.budget.prefill_chunk_size
         for each in self.admitted[-1:]:
             if each.logits is None:
                 step.append((each, self._part(each, room)))
@@ -202,7 +202,7 @@ class Prefill:
             num_tokens = len(batch.prompts[each.prompt])
             if each.length == num_tokens:
                 each.logits = row
-            if num_tokens > self.settings.prefill_chunk_size:
+            if num_tokens > self.batch.budget.prefill_chunk_size:
                 report(f"reading prompt {each.prompt + 1}", each.length, num_tokens)
 
     def _compute_remotely(self, remote: RemotePrefill) -> None:

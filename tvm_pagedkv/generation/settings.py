@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..cache import KVCache
 from ..config import PrefixCacheConfig
@@ -12,14 +13,16 @@ from ..models import DecoderModel
 from ..transfer import Channel
 from .parameters import Window
 
+_MAX_NUM_SEQUENCES, _PREFILL_CHUNK_SIZE = 32, 512  # unless a cache holds fewer
+
 
 @dataclass(frozen=True)
 class Settings:
     """The keyword arguments of `generate`."""
 
     max_total_tokens: int | None
-    prefill_chunk_size: int
-    max_num_sequences: int
+    prefill_chunk_size: int | None
+    max_num_sequences: int | None
     window: Window | None
     num_speculative_tokens: int
     on_peak_usage: Callable[[KVCache], None] | None
@@ -42,6 +45,24 @@ class Settings:
         """The tiers below the pages."""
         return self.prefix_cache if isinstance(self.prefix_cache, PrefixCacheConfig) else None
 
+    def capacities(self) -> tuple[int, int]:
+        """Return the rows of a prefill step, and the continuations that run at a time.
+
+        Those that were left open are the defaults, or what the given cache holds if that is less.
+        """
+        chunk, num_sequences = _PREFILL_CHUNK_SIZE, _MAX_NUM_SEQUENCES
+        if self.cache is not None:
+            about = cache_description(self.cache)
+            num_rows = about["prefill_chunk_size"]
+            chunk = min(chunk, num_rows)
+            num_texts = num_rows // (1 + self.num_speculative_tokens)
+            num_sequences = max(1, min(num_sequences, about["max_num_sequences"], num_texts))
+        if self.prefill_chunk_size is not None:
+            chunk = self.prefill_chunk_size
+        if self.max_num_sequences is not None:
+            num_sequences = self.max_num_sequences
+        return chunk, num_sequences
+
     def check(self, model: DecoderModel) -> None:
         """Raise a ValueError if settings do not go together or do not suit the model."""
         if self.window is not None:
@@ -50,7 +71,7 @@ class Settings:
                 raise ValueError(
                     "num_speculative_tokens must be 0 with a window, which has no token trees"
                 )
-        if self.prefill_chunk_size < 1:
+        if self.prefill_chunk_size is not None and self.prefill_chunk_size < 1:
             raise ValueError(
                 f"prefill_chunk_size must be at least 1, got {self.prefill_chunk_size}"
             )
@@ -79,3 +100,8 @@ class Settings:
                 "num_speculative_tokens must be 0 with an attention budget: steps with drafts "
                 "attend to everything, so the text would depend on them"
             )
+
+
+def cache_description(cache: KVCache) -> dict[str, Any]:
+    """Return what a cache was made from; of the caches of several workers, that of the first."""
+    return (cache.first if hasattr(cache, "first") else cache).description

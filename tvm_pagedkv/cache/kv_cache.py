@@ -31,6 +31,12 @@ class KVCache(CachePrefix, tvm_ffi.Object):
 
     ``len(cache)`` is the number of sequences, and ``seq_id in cache`` tells whether one exists.
 
+    Attributes
+    ----------
+    model_name : str
+        The weights and types that K and V come from, if a model of `tvm_pagedkv.models` has made
+        the cache; otherwise empty.
+
     Notes
     -----
     A cache may be used from any thread, but only from one at a time: a call that arrives while
@@ -39,6 +45,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
     """
 
     __slots__ = ("__dict__",)
+
+    model_name = ""
 
     def __len__(self) -> int:
         """Return the number of sequences."""

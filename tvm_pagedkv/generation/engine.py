@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cache import KVCache
 from ..config import PrefixCacheConfig
-from ..models import DecoderModel, ParallelModel
+from ..models import DecoderModel
 from ..transfer import Channel
 from .batch import Batch
 from .decode import Decode
@@ -79,6 +79,7 @@ def generate(
         tiers that it names.
     cache : KVCache or ParallelCache, optional
         A cache from `model.create_cache`, for several calls in turn. None: a cache for this call.
+        Models that were loaded from the same weights in the same types may share it.
 
     Yields
     ------
@@ -160,8 +161,6 @@ class Run:
         channel = settings.kv_transfer_channel
         if settings.cache is not None:
             cache = settings.cache
-            if isinstance(model, ParallelModel):
-                model.check_cache(cache)
             num_pages = _check_cache(cache, prompts, num_slots, budget)
         else:
             # A cache of hybrids has states for each sequence that may run.

@@ -75,6 +75,8 @@ class Settings:
             raise ValueError(
                 f"prefill_chunk_size must be at least 1, got {self.prefill_chunk_size}"
             )
+        if self.cache is not None:
+            model.check_cache(self.cache)
         if self.cache is not None and self.max_total_tokens is not None:
             raise ValueError("max_total_tokens must be None with a cache, which has its capacity")
         if self.tiers is not None and not (self.reuses_prefixes and self.cache is None):

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tvm
@@ -30,14 +30,11 @@ from .decoder import build_module
 from .default_dtype import default_dtype
 from .machines import Machines
 from .options import BuildOptions, check_states, layer_budgets
-from .source import ModelSource, open_model
+from .source import ModelSource, load_tokenizer, open_model
 from .static_scales import layer_scales
 from .tokens import check_batch, check_tokens
 from .weight_choice import check_weights, with_formats
 from .weights import load_parameters, matrix_bytes
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 # The files that decide the code of a model; the kernels of its caches are compiled by themselves.
 _SOURCES = (
@@ -92,6 +89,8 @@ class DecoderModel:
         # Now, for the files may be replaced while the model runs.
         self.content_digest = "" if source is None else source.content_digest()
         self.fingerprint = "" if source is None else source.fingerprint()
+        # What K and V depend on. Weights without a source are those of no other model.
+        self._name = f"{self.content_digest or uuid.uuid4().hex} {options.precision}"
         self._caches = Caches(config, options)
         functions = ("embed", "prefill", "decode")
         self._machines = Machines(load_library(library, options.target), functions)
@@ -229,13 +228,23 @@ class DecoderModel:
         -------
         KVCache
         """
-        return self._caches.create(
+        cache = self._caches.create(
             (max_num_sequences, max_total_tokens, prefill_chunk_size),
             enable_kv_transfer=enable_kv_transfer,
             share_prefix=share_prefix,
             use_long_rope_factors=use_long_rope_factors,
             prefix_cache=self._with_name(prefix_cache),
         )
+        cache.model_name = self._name
+        return cache
+
+    def check_cache(self, cache: object) -> None:
+        """Raise a ValueError unless this model has made a cache, or one of the same K and V."""
+        if not (isinstance(cache, KVCache) and cache.model_name == self._name):
+            raise ValueError(
+                "the cache must be one that this model has made (create_cache), or a model with "
+                "the same weights and types"
+            )
 
     def _with_name(self, tiers: PrefixCacheConfig | None) -> PrefixCacheConfig | None:
         """Return a configuration of tiers whose pages are those of this model."""
@@ -362,23 +371,6 @@ def check_cache(source: ModelSource, config: DecoderConfig, options: BuildOption
         cache_config(config, options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"no cache for the model in {source.path}: {error}") from None
-
-
-def load_tokenizer(source: ModelSource, config: DecoderConfig) -> tuple[Tokenizer, DecoderConfig]:
-    """Return the tokenizer of a model, and the configuration with all tokens that end a text.
-
-    Added tokens may exceed the model's vocabulary, such as image tokens of text models. A prompt
-    with such a token is refused later.
-    """
-    tokenizer = source.tokenizer()
-    size = tokenizer.get_vocab_size(with_added_tokens=False)
-    if size > config.vocab_size:
-        raise ValueError(
-            f"{source.path}: the tokenizer has {size} tokens, and the model's embeddings have "
-            f"{config.vocab_size} rows (vocab_size); the tokenizer is that of another model"
-        )
-    ends = (*config.eos_token_ids, *source.end_tokens(tokenizer))
-    return tokenizer, replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def executable_file(

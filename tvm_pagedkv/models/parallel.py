@@ -24,10 +24,11 @@ from .chat import ChatTemplate
 from .config import DecoderConfig
 from .default_dtype import default_dtype
 from .mixers import check_share
-from .model import check_cache, executable_file, load_tokenizer, read_model
+from .model import check_cache, executable_file, read_model
 from .options import BuildOptions, check_states
 from .parallel_cache import ParallelCache
 from .parallel_workers import Workers
+from .source import load_tokenizer
 from .tokens import check_batch, check_tokens
 from .weight_choice import check_weights, with_formats
 from .weights import matrix_bytes

@@ -263,6 +263,23 @@ def open_model(model: str | Path | None) -> ModelSource:
     return GgufModel(files[0], read_json(generation) if generation.is_file() else None)
 
 
+def load_tokenizer(source: ModelSource, config: DecoderConfig) -> tuple[Tokenizer, DecoderConfig]:
+    """Return the tokenizer of a model, and the configuration with all tokens that end a text.
+
+    Added tokens may exceed the model's vocabulary, such as image tokens of text models. A prompt
+    with such a token is refused later.
+    """
+    tokenizer = source.tokenizer()
+    size = tokenizer.get_vocab_size(with_added_tokens=False)
+    if size > config.vocab_size:
+        raise ValueError(
+            f"{source.path}: the tokenizer has {size} tokens, and the model's embeddings have "
+            f"{config.vocab_size} rows (vocab_size); the tokenizer is that of another model"
+        )
+    ends = (*config.eos_token_ids, *source.end_tokens(tokenizer))
+    return tokenizer, replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
+
+
 def fingerprint(model: str | Path | None = None) -> str:
     """Return a name for a model, to tell whether K and V of an earlier process are its own.
 

@@ -174,9 +174,9 @@ def load_parameters(
     ------
     ValueError
         If a tensor is missing, has another shape or is not of a floating-point type, or if a
-        layer's tensor has no use; the message names it.
+        tensor of the text model has no use; the message names it.
     """
-    _refuse_unused(config, checkpoint)
+    refuse_unread(config, checkpoint)
     sources = dict(weights(config, options.layers_of(config)))
     loaded = []
     parameters = [*Decoder(config, options).named_parameters()]
@@ -249,28 +249,30 @@ def _read(
 _OF_KV = re.compile(r"\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)$")
 
 
-def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
-    """Raise a ValueError for a layer's tensor that the model does not use.
+def refuse_unread(config: DecoderConfig, checkpoint: Tensors) -> None:
+    """Raise a ValueError for a tensor of the text model that nothing reads.
 
     An unused bias or norm means that the checkpoint is of another kind, and results would be wrong.
-    RoPE tables, which some older files have, are not weights; and layers that attend to the K and V
-    of others may have projections and norms of K and V that were never trained. Static scales of K
-    and V are for caches, if at all: see `layer_scales`.
+    What is not below the names of the text model belongs to something else: encoders of pictures,
+    draft layers, heads of other tasks. RoPE tables, which some older files have, are not weights;
+    and layers that attend to the K and V of others may have projections and norms of K and V that
+    were never trained. Static scales of K and V are for caches, if at all: see `layer_scales`.
     """
     known = {
         part.name for _, each in weights(config, range(config.num_layers)) for part in each.parts
     }
+    text_model = f"{config.names.model}.", f"{config.names.lm_head}."
     for name in checkpoint.names():
+        if not name.startswith(text_model) or name in known:
+            continue
+        if "rotary_emb" in name or is_scale(name):
+            continue
         layer = re.match(rf"{re.escape(config.names.model)}\.layers\.(\d+)\.", name)
-        if layer is None or name in known or "rotary_emb" in name:
+        if layer and config.source_of(int(layer[1])) is not None and _OF_KV.search(name):
             continue
-        if config.source_of(int(layer[1])) is not None and _OF_KV.search(name):
+        if layer and int(layer[1]) >= config.num_layers and config.has_draft_layers:
             continue
-        if is_scale(name):
-            continue
-        if int(layer[1]) >= config.num_layers and config.has_draft_layers:
-            continue
-        if int(layer[1]) >= config.num_layers:
+        if layer and int(layer[1]) >= config.num_layers:
             raise ValueError(
                 f"{checkpoint.path} has tensor {name}, and the model has only "
                 f"{config.num_layers} layers"

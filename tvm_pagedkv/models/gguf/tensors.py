@@ -71,7 +71,7 @@ class GgufTensors:
     Raises
     ------
     ValueError
-        If a tensor is unknown; the message names it.
+        If a tensor is unknown, or two stand for the same weights; the message names it.
     """
 
     def __init__(
@@ -89,14 +89,22 @@ class GgufTensors:
         ends = range(num_layers, num_layers + num_extra_layers)
         left_out = tuple(f"blk.{layer}." for layer in ends)
         for name in file.tensors:
-            if name in _ROPE_FACTORS or name.startswith(left_out) or name.endswith(_JOINED):
+            if name in _ROPE_FACTORS or name.startswith(left_out):
+                continue
+            if name.endswith(_JOINED) and _k_of(name) in file.tensors:  # read with that one
                 continue
             if name in gemma.STACKED:
                 for index in range(file.tensors[name].shape[0]):
                     theirs = f"{gemma.STACKED[name]}.{index}.weight"
                     self._names[theirs], self._indices[theirs] = name, index
                 continue
-            self._names[_name(name, architecture, file)] = name
+            theirs = _name(name, architecture, file)
+            if theirs in self._names:
+                raise ValueError(
+                    f"{self.path} has the tensors {self._names[theirs]} and {name}; models of "
+                    f"architecture {architecture} have only one of them"
+                )
+            self._names[theirs] = name
         self._has_offset = architecture in ("gemma2", "gemma3")
         # llama.cpp rotates adjacent pairs in these architectures, so Q and K are permuted.
         is_permuted = architecture in ("llama", "smollm3")
@@ -237,6 +245,11 @@ def _name(name: str, architecture: str, file: GgufFile) -> str:
 def _v_of(name: str) -> str:
     """Return the name of the tensor with the part of V, of one with the part of K."""
     return name.removesuffix(_SPLIT) + _JOINED
+
+
+def _k_of(name: str) -> str:
+    """Return the name of the tensor with the part of K, of one with the part of V."""
+    return name.removesuffix(_JOINED) + _SPLIT
 
 
 def _halves(rows: np.ndarray, num_heads: int) -> np.ndarray:

@@ -95,6 +95,7 @@ def run(options: argparse.Namespace) -> None:
             kv_scales=options.kv_scales,
             weights=options.weights,
             attention_budget=options.attention_budget,
+            batch_invariant=options.batch_invariant,
         )
     conversation = Conversation(
         model,

@@ -208,6 +208,7 @@ def _load(options: argparse.Namespace):
         "kv_dtype": options.kv_dtype,
         "state_dtype": options.state_dtype,
         "weights": options.weights,
+        "batch_invariant": options.batch_invariant,
     }
     if (options.shards, options.stages) == (1, 1):
         return DecoderModel.from_pretrained(

@@ -48,3 +48,9 @@ def add_precision(parser: argparse.ArgumentParser) -> None:
         help="type of the states of recurrent layers (default float32); half of their memory, but "
         "rounded after each token",
     )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="give a text the same bits in every batch, with slower linear layers on CPUs with AMX "
+        "and slower prompts that begin alike; not with --attention-budget",
+    )

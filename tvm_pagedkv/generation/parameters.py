@@ -35,9 +35,11 @@ class SamplingParams:
     max_tokens : int
         Maximum number of tokens of a continuation.
     seed : int
-        Continuation i of any prompt uses a random generator seeded with (seed, i), so its result
-        does not depend on the rest of the batch. Long prompts that begin alike may be an exception:
-        see ``share_prefix`` of `KVCacheConfig`.
+        Continuation i of any prompt uses a random generator seeded with (seed, i), whatever else is
+        in the batch. Logits may differ in their last bits from those in another batch: where a step
+        saves 512 or more positions by shared reads (``share_prefix`` of `KVCacheConfig`) or linear
+        layers use AMX, unless the model is loaded with ``batch_invariant=True``; and where a prompt
+        is cut into other chunks, if it has layers with windows or a chunk of one row.
 
     Raises
     ------

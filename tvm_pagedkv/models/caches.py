@@ -46,14 +46,15 @@ class Caches:
         ----------
         capacities : (max_num_sequences, max_total_tokens, prefill_chunk_size)
         enable_kv_transfer, share_prefix : bool
-            As for `KVCacheConfig`.
+            As for `KVCacheConfig`. Batch-invariant models never share reads of a prefix.
         use_long_rope_factors : bool
             For longrope: rotate all positions by the long factors.
         prefix_cache : PrefixCacheConfig, optional
             Tiers below the pages. The name of the model gets what else K and V depend on.
         """
         config = cache_config(self._config, self._options, capacities, enable_kv_transfer)
-        config = replace(config, share_prefix=share_prefix)
+        shares = share_prefix and not self._options.batch_invariant
+        config = replace(config, share_prefix=shares)
         described = config_map(config.resolved(), self._kernels, tvm.cpu())
         if use_long_rope_factors and self._config.short_text:
             factors = config.rope.scaling_dict["long_factor"]

@@ -29,7 +29,7 @@ from .config import DecoderConfig
 from .decoder import build_module
 from .default_dtype import default_dtype
 from .machines import Machines
-from .options import BuildOptions, check_states, layer_budgets
+from .options import BuildOptions, check_batch_invariant, check_states, layer_budgets
 from .source import ModelSource, load_tokenizer, open_model
 from .static_scales import layer_scales
 from .tokens import check_batch, check_tokens
@@ -108,6 +108,7 @@ class DecoderModel:
         attention_budget: int | None = None,
         state_dtype: str = "float32",
         kv_scales: str = "row",
+        batch_invariant: bool = False,
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
@@ -144,6 +145,9 @@ class DecoderModel:
         kv_scales : {"row", "checkpoint"}
             By what "int8" and "float8_e4m3fn" of `kv_dtype` scale K and V: the largest value of
             each row, or the static scales with which the checkpoint was calibrated.
+        batch_invariant : bool
+            Whether logits of a sequence have the same bits in every batch: caches never read pages
+            once for several sequences (``share_prefix``), and linear layers never use AMX. Slower.
         target : str or tvm.target.Target, optional
             A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional
@@ -160,12 +164,16 @@ class DecoderModel:
         ValueError
             If the architecture is unknown, or a tensor is missing or has the wrong shape, or if a
             budget is too small, or the model has no layer for it, or for a `state_dtype`, or if the
-            checkpoint has no `kv_scales`.
+            checkpoint has no `kv_scales`, or if `batch_invariant` is combined with a budget or a
+            longrope rotation.
+        TypeError
+            If `batch_invariant` is not a bool.
         RuntimeError
             If compiling or linking fails.
         """
         check_weights(weights)
         source, config = read_model(model, dtype)
+        check_batch_invariant(config, batch_invariant, attention_budget)
         tensors = source.tensors()
         options = BuildOptions(
             dtype or default_dtype(config, vector_target(target)),
@@ -176,6 +184,7 @@ class DecoderModel:
             state_dtype=state_dtype,
             budgets=layer_budgets(config, attention_budget, page_size),
             kv_scales=layer_scales(config, tensors, kv_scales, kv_dtype),
+            batch_invariant=batch_invariant,
         )
         check_states(config, state_dtype)
         check_cache(source, config, options)

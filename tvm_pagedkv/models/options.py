@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.target import Target
 
@@ -35,11 +35,15 @@ class BuildOptions:
     budgets: tuple[tuple[int, int], ...] = ()
     kv_scales: LayerScales = ()  # static scales of layers; none: each row has its own
     formats: tuple[tuple[str, str], ...] = ()  # name of each quantized weight, and its format
+    # Whether the bits of a sequence's results are the same in every batch.
+    batch_invariant: bool = False
 
     @property
     def vector(self) -> VectorTarget:
-        """SIMD traits of the target."""
-        return vector_target(self.target)
+        """SIMD traits by which the functions of the model are generated."""
+        traits = vector_target(self.target)
+        # Tiles multiply only where a step has many rows, and sum in another order than vectors.
+        return replace(traits, has_amx=False) if self.batch_invariant else traits
 
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a weight; None: its numbers are of type `dtype`."""
@@ -51,6 +55,8 @@ class BuildOptions:
         """Return a name for what K and V depend on besides the model: types and budgets."""
         state_dtype = self.state_dtype if self.state_dtype != "float32" else ""
         parts = [repr(each) for each in (self.budgets, self.kv_scales) if each]
+        if self.batch_invariant:
+            parts.append("batch_invariant")
         if not self.formats and not parts and not state_dtype:
             return self.dtype
         others = "".join([repr(self.formats), *parts, state_dtype])
@@ -79,6 +85,32 @@ def check_states(config: DecoderConfig, state_dtype: str) -> None:
         raise ValueError(
             f"state_dtype {state_dtype!r} is for models with recurrent layers, and this one has "
             "none; kv_dtype is the type of K and V"
+        )
+
+
+def check_batch_invariant(
+    config: DecoderConfig, batch_invariant: bool, attention_budget: int | None = None
+) -> None:
+    """Raise an error where the bits of a sequence's results would depend on its batch anyway.
+
+    Raises
+    ------
+    TypeError
+        If the choice is not a bool.
+    ValueError
+        If there is a budget, or the model has a longrope rotation.
+    """
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be a bool, got {batch_invariant!r}")
+    if batch_invariant and attention_budget is not None:
+        raise ValueError(
+            "batch_invariant cannot be combined with attention_budget, which applies only in "
+            "steps where every sequence has one row"
+        )
+    if batch_invariant and config.short_text:
+        raise ValueError(
+            "batch_invariant is not for models with a longrope rotation, whose factors depend on "
+            "the longest text of a step"
         )
 
 

@@ -25,7 +25,7 @@ from .config import DecoderConfig
 from .default_dtype import default_dtype
 from .mixers import check_share
 from .model import check_cache, executable_file, read_model
-from .options import BuildOptions, check_states
+from .options import BuildOptions, check_batch_invariant, check_states
 from .parallel_cache import ParallelCache
 from .parallel_workers import Workers
 from .source import load_tokenizer
@@ -147,6 +147,7 @@ class ParallelModel:
         kv_dtype: str | None = None,
         state_dtype: str = "float32",
         weights: str = "auto",
+        batch_invariant: bool = False,
         threads: bool = False,
         timeout: float | None = None,
         progress: Callable[[str], None] | None = None,
@@ -155,7 +156,7 @@ class ParallelModel:
 
         Parameters
         ----------
-        model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, progress
+        model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, batch_invariant, progress
             As for `DecoderModel.from_pretrained`.
         num_shards : int
             Number of workers per layer: a divisor of its heads, KV heads and MLP features.
@@ -186,6 +187,7 @@ class ParallelModel:
         dtype = dtype or default_dtype(config, vector_target())
         check_shards(config, num_shards)
         check_states(config, state_dtype)
+        check_batch_invariant(config, batch_invariant)
         if config.longest_text is not None:
             raise ValueError(
                 "several workers do not run models with a dynamic rotation, as that in "
@@ -208,6 +210,7 @@ class ParallelModel:
                 stage=stage,
                 kv_dtype=kv_dtype,
                 state_dtype=state_dtype,
+                batch_invariant=batch_invariant,
             )
             for stage in range(num_stages)
         ]
@@ -230,6 +233,7 @@ class ParallelModel:
             "kv_dtype": kv_dtype,
             "state_dtype": state_dtype,
             "weights": weights,
+            "batch_invariant": batch_invariant,
             "num_shards": num_shards,
             "layer_indptr": indptr,
         }

@@ -37,7 +37,7 @@ class ModelWorker:
     Parameters
     ----------
     worker : Worker
-    model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights
+    model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, batch_invariant
     num_shards, layer_indptr
         As of `ParallelModel`.
     """
@@ -52,6 +52,7 @@ class ModelWorker:
         kv_dtype: str | None,
         state_dtype: str,
         weights: str,
+        batch_invariant: bool,
         num_shards: int,
         layer_indptr: Sequence[int],
     ):
@@ -67,6 +68,7 @@ class ModelWorker:
             stage=worker.group,
             kv_dtype=kv_dtype,
             state_dtype=state_dtype,
+            batch_invariant=batch_invariant,
         )
         tensors = source.tensors()
         self.options = with_formats(options, self.config, tensors, weights)

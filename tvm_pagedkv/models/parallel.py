@@ -156,7 +156,9 @@ class ParallelModel:
 
         Parameters
         ----------
-        model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, batch_invariant, progress
+        model, dtype, page_size, sliding_window, kv_dtype, state_dtype, weights, progress
+            As for `DecoderModel.from_pretrained`.
+        batch_invariant
             As for `DecoderModel.from_pretrained`.
         num_shards : int
             Number of workers per layer: a divisor of its heads, KV heads and MLP features.

@@ -22,8 +22,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_alone_and_in_a_batch(family, tmp_path):
     write_checkpoint(tmp_path, family, FAMILIES[family])
-    how = {"page_size": PAGE_SIZE, "batch_invariant": True}
-    model = DecoderModel.from_pretrained(tmp_path, "float32", **how)
+    model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
     prompts = random_tokens(5, 45, 3, 20, 9, 31)
 
     def steps(parts) -> list[list[bytes]]:

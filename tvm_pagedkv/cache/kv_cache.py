@@ -34,8 +34,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
     Attributes
     ----------
     model_name : str
-        The weights and types that K and V come from, if a model of `tvm_pagedkv.models` has made
-        the cache; otherwise empty.
+        The weights and types that K and V come from, if a `DecoderModel` has made the cache.
 
     Notes
     -----

@@ -98,7 +98,7 @@ _share() { # the packages that .venv has and this environment, which comes first
 
 _build() { # the project itself, if its sources have changed
   local sources
-  sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tvm_pagedkv_cli tir_kernels runtime_ext)"
+  sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tvm_pagedkv_lm tir_kernels runtime_ext)"
   if [ "$(cat "$_venv/.sources" 2>/dev/null)" != "$sources" ]; then
     echo "setup: building and installing tvm_pagedkv (less than a minute)" >&2
     (cd "$_root" && PATH="$_venv/bin:$PATH" _pip build --no-build-isolation --no-deps .) || return 1

@@ -3,15 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:  # python -m tvm_pagedkv
-    from tvm_pagedkv_cli.command import before_tvm
-
-    before_tvm()
-
-from . import _library  # noqa: E402
+from . import _library
 
 _library.load()
 

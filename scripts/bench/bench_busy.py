@@ -64,7 +64,7 @@ def cpu_name() -> str:
 
 def default_model() -> Path | None:
     """Return the file of the downloaded model."""
-    from tvm_pagedkv.models.included import smollm2_folder
+    from tvm_pagedkv_lm.model.included import smollm2_folder
 
     return next(iter(sorted(smollm2_folder().glob("*.gguf"))), None)
 

@@ -22,9 +22,9 @@ HIDDEN, WIDTH, NUM_EXPERTS, NUM_CHOSEN = 2048, 768, 128, 8
 
 
 def _matrix(name: str, out_features: int, in_features: int, target):
-    from tvm_pagedkv.models.code_matrix import CodeMatrix
-    from tvm_pagedkv.models.packed_layout import PackedMatrix
-    from tvm_pagedkv.models.weight_formats import FORMATS
+    from tvm_pagedkv_lm.formats.weight_formats import FORMATS
+    from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
+    from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
 
     if name in FORMATS:
         return CodeMatrix(out_features, in_features, FORMATS[name], target)
@@ -34,7 +34,7 @@ def _matrix(name: str, out_features: int, in_features: int, target):
 def _weights(matrix, rng):
     """Weights of all experts, on huge pages as a model has them; codes of any values."""
     from tvm_pagedkv._huge_pages import huge_zeros
-    from tvm_pagedkv.models.expert_linear import stacked_shape
+    from tvm_pagedkv_lm.kernels.linear.expert_linear import stacked_shape
 
     shape = stacked_shape(matrix, NUM_EXPERTS)
     memory, tensor = huge_zeros(shape, matrix.dtype)
@@ -50,11 +50,11 @@ def measure(name: str, rows: list[int], budget: float, limits) -> None:
     import tvm
 
     from tvm_pagedkv.compiler.build import resolve_target, vector_target
-    from tvm_pagedkv.models.expert_config import Experts
-    from tvm_pagedkv.models.expert_linear import expert_linear
-    from tvm_pagedkv.models.kernels import gated
-    from tvm_pagedkv.models.routing_kernels import group_pairs
-    from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
+    from tvm_pagedkv_lm.config.expert_config import Experts
+    from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear
+    from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
+    from tvm_pagedkv_lm.kernels.rows.routing_kernels import group_pairs
+    from tvm_pagedkv_lm.kernels.rows.row_kernels import gated
 
     target, rng = vector_target(), np.random.default_rng(0)
     dtype = name if name in ("float32", "float16", "bfloat16") else "bfloat16"

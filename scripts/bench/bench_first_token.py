@@ -266,7 +266,7 @@ def main() -> None:
     os.environ["TVM_NUM_THREADS"] = str(options.threads)
     from bench_cpu import device_name
 
-    from tvm_pagedkv.models import DecoderModel, fingerprint
+    from tvm_pagedkv_lm import DecoderModel, fingerprint
 
     model = DecoderModel.from_pretrained(options.model, options.dtype, progress=print)
     shortest, context = model.options.page_size + 1, model.config.context_length

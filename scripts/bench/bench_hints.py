@@ -222,7 +222,7 @@ def small_caches(num_tokens: Sequence[int]) -> tuple[Callable, list[pkv.KVCache]
 
 def model_caches(num_tokens: Sequence[int]) -> tuple[Callable, list[pkv.KVCache]]:
     """Return the same for the included model."""
-    from tvm_pagedkv.models import DecoderModel
+    from tvm_pagedkv_lm import DecoderModel
 
     model = DecoderModel.from_pretrained()
 

@@ -75,7 +75,7 @@ def torch_times(dtype: str, rows: list[int], budget: float) -> dict:
 
 def multiplied_by(matrix, n: int) -> str:
     """Return what multiplies n rows with a packed matrix."""
-    from tvm_pagedkv.models.tile_units import MIN_TILE_ROWS
+    from tvm_pagedkv_lm.kernels.linear.tile_units import MIN_TILE_ROWS
 
     if matrix.has_tiles and n >= MIN_TILE_ROWS:
         return "AMX"
@@ -87,8 +87,8 @@ def measure(dtype: str, rows: list[int], budget: float, limits) -> None:
     import tvm
 
     from tvm_pagedkv.compiler.build import resolve_target, vector_target
-    from tvm_pagedkv.models.linear import linear
-    from tvm_pagedkv.models.packed_layout import PackedMatrix
+    from tvm_pagedkv_lm.kernels.linear.linear import linear
+    from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
 
     peers = torch_times(dtype, rows, budget)
     target, rng = vector_target(), np.random.default_rng(0)

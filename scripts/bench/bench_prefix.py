@@ -309,7 +309,7 @@ def main() -> None:
     os.environ["TVM_NUM_THREADS"] = str(options.threads)
     from bench_cpu import device_name
 
-    from tvm_pagedkv.models import DecoderModel
+    from tvm_pagedkv_lm import DecoderModel
 
     model = DecoderModel.from_pretrained(options.model, options.dtype, progress=print)
     pace, records = Pace(model, options.chunk), []

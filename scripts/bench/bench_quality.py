@@ -28,7 +28,7 @@ from quality_needle import find_needles, print_needles
 from quality_texts import TEXTS, windows_of
 
 from tir_kernels.codec import CODECS
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 SEQUENCE = 0
 

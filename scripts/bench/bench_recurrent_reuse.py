@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 VOCAB = 4096
 POLICIES = (("exact", 1), ("aligned 64", 64), ("aligned 1024", 1024), ("recompute", None))

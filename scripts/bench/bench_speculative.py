@@ -24,8 +24,13 @@ os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 from random_llama import write_random_llama  # noqa: E402
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    Statistics,
+    generate,
+)
 
 PROMPTS = {
     "repetitive": "".join(

@@ -25,7 +25,7 @@ import transformers
 from quality_texts import windows_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tvm_pagedkv.models import DecoderModel, find_model
+from tvm_pagedkv_lm import DecoderModel, find_model
 
 CHUNK = 512  # rows of a step
 LEFT_OUT = (1e-2, 1e-3, 1e-4)  # parts of the softmax that pages may hold and be left out

@@ -20,7 +20,7 @@ from prefix_tiers import reused_tokens
 from prefix_workloads import Workload
 
 from tvm_pagedkv.cache import KVCache
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from quality_texts import windows_of
 
-from tvm_pagedkv.models import DecoderModel, find_model
+from tvm_pagedkv_lm import DecoderModel, find_model
 
 CHUNK = 512  # rows of a step of the prompt
 

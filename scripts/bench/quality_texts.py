@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from standard_library import sources  # noqa: E402

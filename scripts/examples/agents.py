@@ -6,7 +6,7 @@ python scripts/examples/agents.py
 
 import numpy as np
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 SYSTEM = "You are an agent. Tools: read_file(path), write_file(path, text), run(command). " * 4
 TASKS = ["Find the bug. ", "Write a test. ", "Mend the bug. ", "Run the tests. "]

@@ -8,8 +8,7 @@ Larger models save more: ``--model DIR --dtype bfloat16 --message-tokens 300``.
 
 import argparse
 
-from tvm_pagedkv.generation import Conversation, SamplingParams
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import Conversation, DecoderModel, SamplingParams
 
 TEXT = "The with statement is used to wrap the execution of a block with methods. "
 

@@ -9,11 +9,10 @@ import multiprocessing
 import tempfile
 from pathlib import Path
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate
-from tvm_pagedkv.generation.disaggregated import serve_prefill
-from tvm_pagedkv.models import DecoderModel
 from tvm_pagedkv.transfer import NixlChannel, SharedMemoryChannel
 from tvm_pagedkv.transfer.nixl import use_loopback
+from tvm_pagedkv_lm import DecoderModel, FinishedEvent, SamplingParams, generate
+from tvm_pagedkv_lm.engine.disaggregated import serve_prefill
 
 CHANNELS = {"shared_memory": SharedMemoryChannel, "nixl": NixlChannel}
 

@@ -6,7 +6,7 @@ python scripts/examples/prefix_cache.py
 
 import numpy as np
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 TURNS = ["The with statement ", "is used to wrap ", "the execution of a block ", "with methods "]
 NUM_TOKENS = 16

@@ -6,7 +6,7 @@ python scripts/examples/prefix_reuse.py
 
 import numpy as np
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 PROMPT = "The with statement is used to wrap the execution of a block with methods defined by "
 ENDINGS = ["a context manager", "the class of an object", "a function"]

@@ -4,7 +4,7 @@
 python scripts/examples/speculative.py
 """
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 PROMPT = """object.__add__(self, other)
 object.__sub__(self, other)

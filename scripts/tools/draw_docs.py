@@ -81,10 +81,10 @@ font-family="system-ui, sans-serif">
 
 def components() -> Drawing:
     d = Drawing(920, 640, "The components of tvm_pagedkv")
-    d.text(20, 28, "tvm_pagedkv (Python): every row uses those below", bold=True, size=15)
-    for i, name in enumerate(("tvm_pagedkv_cli", "generation", "models", "mlc", "distributed")):
-        d.box(20 + 176 * i, 44, 160, 36, name, fill="caller")
-    for i, name in enumerate(("relax", "cache", "bundle", "page", "transfer")):
+    d.text(20, 28, "Python: every row uses those below", bold=True, size=15)
+    d.box(20, 44, 688, 36, "tvm_pagedkv_lm: language models, and the command line", fill="caller")
+    d.box(724, 44, 160, 36, "mlc", fill="caller")
+    for i, name in enumerate(("relax", "cache", "bundle", "distributed", "transfer")):
         d.box(20 + 176 * i, 120, 160, 36, name, fill="caller")
     d.box(20, 196, 336, 36, "compiler", fill="caller")
     d.box(372, 196, 160, 36, "config", fill="caller")

@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tvm_pagedkv.models import config_from_directory  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
-from tvm_pagedkv.models.weights import weights  # noqa: E402
+from tvm_pagedkv_lm import config_from_directory  # noqa: E402
+from tvm_pagedkv_lm.model.decoder_weights import weights  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
 
 SHAPE_1B = {
     "vocab_size": 128256,

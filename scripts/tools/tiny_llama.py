@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 
-from tvm_pagedkv.models.byte_level import byte_characters
+from tvm_pagedkv_lm.text.byte_level import byte_characters
 
 BOS, EOS = 256, 257
 CONFIG = {

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv_cli import main
+from tvm_pagedkv_lm.cli import main
 
 
 def try_attention(folder: str) -> None:

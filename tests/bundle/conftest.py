@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_pagedkv_cli import command as cli
+from tvm_pagedkv_lm.cli import command as cli
 
 from ..support.bundle_cases import CONFIG, SECOND
 

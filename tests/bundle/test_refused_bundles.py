@@ -14,7 +14,7 @@ import pytest
 
 import tir_kernels
 import tvm_pagedkv as pkv
-from tvm_pagedkv_cli import command as cli
+from tvm_pagedkv_lm.cli import command as cli
 
 from ..support.bundle_cases import IS_X86, refused, rewrite
 

@@ -104,7 +104,7 @@ def test_huge_zeros_is_an_array_and_a_tensor_over_the_same_memory(dtype):
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
 def test_large_weights_begin_at_a_huge_page(dtype):
     from tvm_pagedkv._huge_pages import HUGE_PAGE_BYTES
-    from tvm_pagedkv.models.weights import _as_parameter
+    from tvm_pagedkv_lm.model.decoder_weights import _as_parameter
 
     for num_bytes in (64, 2 * HUGE_PAGE_BYTES):
         shape = (2, num_bytes // np.dtype(dtype).itemsize // 2)

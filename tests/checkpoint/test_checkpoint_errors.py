@@ -14,8 +14,8 @@ pytest.importorskip("safetensors")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models import DecoderModel, config_from_fields  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
 
 NORM = "model.layers.1.input_layernorm.weight"
 

@@ -13,7 +13,7 @@ from tir_kernels.cpu.components.tile_pairs import TilePairs
 from tir_kernels.cpu.operands import Float32Operands
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import choices, class_of, resolve_target, targets, vector_target
-from tvm_pagedkv.models.packed_layout import PackedMatrix
+from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
 
 from ..support.kernel_specs import BF16, make_spec
 

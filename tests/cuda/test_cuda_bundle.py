@@ -20,7 +20,7 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.bundle import cuda as bundle_cuda
 from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.compiler.cuda.library import DeviceCode
-from tvm_pagedkv_cli import command as cli
+from tvm_pagedkv_lm.cli import command as cli
 
 from .. import reference
 from ..support.bundle_cases import CONFIG, ROWS, SCALING, SEQUENCE, expected, inputs, rewrite

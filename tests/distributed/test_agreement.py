@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 import tvm_pagedkv as pkv  # noqa: E402
 from tvm_pagedkv.distributed import current_worker  # noqa: E402
-from tvm_pagedkv.models import ParallelModel  # noqa: E402
-from tvm_pagedkv.models.parallel_worker import ModelWorker  # noqa: E402
+from tvm_pagedkv_lm import ParallelModel  # noqa: E402
+from tvm_pagedkv_lm.parallel.parallel_worker import ModelWorker  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
     PAGE_SIZE,

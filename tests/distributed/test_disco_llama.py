@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv.generation import SamplingParams, generate
-from tvm_pagedkv.models import DecoderModel, ParallelModel
-from tvm_pagedkv.models.parallel import resolve_stages
-from tvm_pagedkv.models.parallel_worker import ModelWorker
-from tvm_pagedkv_cli.command import main
+from tvm_pagedkv_lm import DecoderModel, ParallelModel, SamplingParams, generate
+from tvm_pagedkv_lm.cli.command import main
+from tvm_pagedkv_lm.parallel.parallel import resolve_stages
+from tvm_pagedkv_lm.parallel.parallel_worker import ModelWorker
 
 from ..support.selections import with_slow
 
@@ -266,7 +265,7 @@ def test_a_closed_model_says_so(model_of):
 
 _IN_CYCLES = """
 import gc, sys
-from tvm_pagedkv.models import ParallelModel
+from tvm_pagedkv_lm import ParallelModel
 
 gc.disable()
 for _ in range(2):

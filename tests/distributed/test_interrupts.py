@@ -48,7 +48,7 @@ def test_children_ignore_the_signal():
 @pytest.mark.parametrize("seconds", few_of([0.2, 0.0, 2.0], 1), ids="in {} s".format)
 def test_ctrl_c_ends_all_processes(parts, seconds):
     """During prefill, decode, or the end of the workers; `seconds` after they have started."""
-    command = [sys.executable, "-m", "tvm_pagedkv", "generate", "A list", "--model", "tiny"]
+    command = [sys.executable, "-m", "tvm_pagedkv_lm", "generate", "A list", "--model", "tiny"]
     process = subprocess.Popen(
         [*command, "--max-tokens", "400", parts, "2"],
         stdout=subprocess.DEVNULL,

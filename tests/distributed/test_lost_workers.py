@@ -13,14 +13,14 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.models import ParallelModel  # noqa: E402
+from tvm_pagedkv_lm import ParallelModel  # noqa: E402
 
 from ..support.selections import few_of  # noqa: E402
 
 # In a process of its own, which a mistake ends.
 _LOST = """
 import os, signal, sys, threading, time
-from tvm_pagedkv.models import ParallelModel
+from tvm_pagedkv_lm import ParallelModel
 
 split, when, end = sys.argv[1:]
 sizes = {"shards": {"num_shards": 2}, "stages": {"stages": 3}}
@@ -68,7 +68,7 @@ print("done")
 
 _SILENT = """
 import os, signal, sys, threading, time
-from tvm_pagedkv.models import ParallelModel
+from tvm_pagedkv_lm import ParallelModel
 
 model = ParallelModel.from_pretrained(**{sys.argv[1]: 2}, timeout=5.0)
 cache = model.create_cache(2, 64, 64)

@@ -11,7 +11,7 @@ import shlex
 import pytest
 
 import tir_kernels
-from tvm_pagedkv_cli import main
+from tvm_pagedkv_lm.cli import main
 
 from .documents import PAGES, ROOT, anchors_of, blocks_of, name_of, prose_of
 

@@ -9,17 +9,17 @@ import pytest
 
 tokenizers = pytest.importorskip("tokenizers")
 
-from tvm_pagedkv.generation import (  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
     Conversation,
+    DecoderModel,  # noqa: E402
     SamplingParams,
-    batch,
     generate,
     load_session,
     save_session,
 )
-from tvm_pagedkv.generation.answer_parts import AnswerParts, said  # noqa: E402
-from tvm_pagedkv.generation.text_stream import TextStream  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm.engine import batch  # noqa: E402
+from tvm_pagedkv_lm.engine.answer_parts import AnswerParts, said  # noqa: E402
+from tvm_pagedkv_lm.engine.text_stream import TextStream  # noqa: E402
 
 MARKS = {"<|start|>": 1, "<|channel|>": 2, "<|message|>": 3, "<|end|>": 4}  # instead of bytes
 THOUGHT = "<|channel|>analysis<|message|>Who asks?<|end|><|start|>assistant"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tvm_pagedkv_cli import main
+from tvm_pagedkv_lm.cli import main
 
 TEXT = ["generate", "--model", "tiny", "--temperature", "0", "--max-tokens", "24", "def read(self"]
 

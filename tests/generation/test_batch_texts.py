@@ -9,8 +9,12 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    generate,
+)
 
 from ..support.selections import all_slow_but  # noqa: E402
 

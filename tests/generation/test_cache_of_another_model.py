@@ -14,10 +14,14 @@ pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import tvm_pagedkv as pkv  # noqa: E402
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.caches import cache_config  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    generate,
+)
+from tvm_pagedkv_lm.model.caches import cache_config  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
 
 PROMPT = "The value of the expression is an object. " * 3
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
 
 from ..models.test_models_chat import directory_with  # noqa: E402
 from .test_conversation import TEMPLATE  # noqa: E402
@@ -180,8 +180,8 @@ def test_mistakes(chat, arguments, message):
 # The fifth step of decode waits for Ctrl-C.
 PROGRAM = """
 import signal, sys
-from tvm_pagedkv_cli import main
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm.cli import main
+from tvm_pagedkv_lm import DecoderModel
 
 steps, original = [], DecoderModel.decode
 

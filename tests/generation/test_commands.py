@@ -134,8 +134,8 @@ def test_wheel_has_all_that_an_installation_needs(clone):
     names = {line.split(",")[0] for line in record.read_text().splitlines()}
     assert {
         "tvm_pagedkv/libtvm_pagedkv.so",
-        "tvm_pagedkv/models/tiny/model.safetensors",
-        "tvm_pagedkv_cli/command.py",
+        "tvm_pagedkv_lm/tiny/model.safetensors",
+        "tvm_pagedkv_lm/cli/command.py",
         "tvm_pagedkv/py.typed",
         "tir_kernels/cpu/attention/decode.py",
     } <= names

@@ -19,18 +19,19 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from tvm_pagedkv.config import PrefixCacheConfig  # noqa: E402
-from tvm_pagedkv.generation import (  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
     ContextFullError,
     Conversation,
+    DecoderModel,
     FinishedEvent,
     SamplingParams,
+    encode_chat,
     generate,
     load_session,
     save_session,
 )
-from tvm_pagedkv.models import DecoderModel, encode_chat  # noqa: E402
-from tvm_pagedkv.models.chat import ChatTemplate  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
+from tvm_pagedkv_lm.text.chat import ChatTemplate  # noqa: E402
 
 from ..models.test_models_chat import directory_with  # noqa: E402
 from ..support.dict_store import DictStore  # noqa: E402

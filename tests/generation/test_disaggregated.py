@@ -12,11 +12,15 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.generation.disaggregated import RemotePrefill, serve_prefill  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv.transfer import NixlChannel, SharedMemoryChannel, TransferError  # noqa: E402
 from tvm_pagedkv.transfer.nixl import use_loopback  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    generate,
+)
+from tvm_pagedkv_lm.engine.disaggregated import RemotePrefill, serve_prefill  # noqa: E402
 
 CHANNELS = {"shared_memory": SharedMemoryChannel, "nixl": NixlChannel}
 LONG_PROMPT = "The value of the expression is an object that is bound to the name in the "

@@ -10,10 +10,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.generation.disaggregated import serve_prefill  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv.transfer import SharedMemoryChannel  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    generate,
+)
+from tvm_pagedkv_lm.engine.disaggregated import serve_prefill  # noqa: E402
 
 from ..support.model_cases import PAGE_SIZE, random_tokens, write_checkpoint  # noqa: E402
 from ..support.selections import few_of  # noqa: E402

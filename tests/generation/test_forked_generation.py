@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = '''
 import multiprocessing, os, signal, sys, threading
 import tvm_ffi
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 PROMPT = [(7 * i) % 250 for i in range(300)]
 NUM_TOKENS = 8

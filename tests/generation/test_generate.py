@@ -14,16 +14,16 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import (
+from tvm_pagedkv_lm import (
+    DecoderModel,  # noqa: E402
     FinishedEvent,
     SamplingParams,
     Statistics,
     TextEvent,
     generate,
 )
-from tvm_pagedkv.generation.parameters import sample  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.engine.parameters import sample  # noqa: E402
 
 PROMPTS = ["The with statement", "A list is", "x", "The yield expression is used when defining"]
 LONG_PROMPT = "The value of the expression is an object that is bound to the name in the "

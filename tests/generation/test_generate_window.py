@@ -8,15 +8,15 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import (
+from tvm_pagedkv_lm import (
+    DecoderModel,  # noqa: E402
     FinishedEvent,
     SamplingParams,
     Statistics,
     Window,
     generate,
 )
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
 
 PROMPTS = ["The with statement", "A list is", "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=60)

@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import Conversation, SamplingParams, generate
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import Conversation, DecoderModel, SamplingParams, generate
 
 from ..support.heap import bytes_in_use
 

@@ -18,15 +18,6 @@ pytest.importorskip("safetensors")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.generation import SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.generation.disaggregated import (  # noqa: E402
-    RemotePrefill,
-    _decode_logits,
-    _described,
-    serve_prefill,
-)
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.included import TINY  # noqa: E402
 from tvm_pagedkv.transfer import (
     ChannelClosed,
     Sender,
@@ -34,6 +25,18 @@ from tvm_pagedkv.transfer import (
     TransferError,
     TransferTimeout,
 )
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    SamplingParams,
+    generate,
+)
+from tvm_pagedkv_lm.engine.disaggregated import (
+    RemotePrefill,
+    _decode_logits,
+    _described,
+    serve_prefill,
+)
+from tvm_pagedkv_lm.model.included import TINY  # noqa: E402
 
 TOKENS = list(range(3, 60))
 

@@ -12,17 +12,18 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from tvm_pagedkv.config import PrefixCacheConfig  # noqa: E402
-from tvm_pagedkv.generation import (  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,
     FinishedEvent,
+    ParallelModel,
     SamplingParams,
     Statistics,
     TextEvent,
     Window,
     generate,
 )
-from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
-from tvm_pagedkv_cli.command import main  # noqa: E402
-from tvm_pagedkv_cli.statistics import print_statistics  # noqa: E402
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.cli.statistics import print_statistics  # noqa: E402
 
 from ..support.dict_store import DictStore  # noqa: E402
 from ..support.selections import latin_square, with_slow

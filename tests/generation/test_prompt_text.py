@@ -13,10 +13,9 @@ pytest.importorskip("jinja2")
 
 from tokenizers import Tokenizer, processors  # noqa: E402
 
-from tvm_pagedkv.generation import Conversation, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel, encode_text  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
-from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_lm import Conversation, DecoderModel, SamplingParams, encode_text, generate  # noqa: E402  # noqa: E402
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
 
 from ..models.test_models_chat import TINY_TEMPLATE, directory_with  # noqa: E402
 

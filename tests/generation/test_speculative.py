@@ -12,10 +12,15 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate
-from tvm_pagedkv.generation.speculative import LONGEST_MATCH, Draft, HitRates, PromptLookup  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_lm import (
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    Statistics,
+    generate,
+)
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.engine.speculative import LONGEST_MATCH, Draft, HitRates, PromptLookup  # noqa: E402
 
 from ..support.selections import with_slow
 

@@ -13,11 +13,16 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, TextEvent, generate  # noqa: E402
-from tvm_pagedkv.generation.parameters import sample  # noqa: E402
-from tvm_pagedkv.generation.stop_strings import StopStrings  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    TextEvent,
+    generate,
+)
+from tvm_pagedkv_lm.engine.parameters import sample  # noqa: E402
+from tvm_pagedkv_lm.engine.stop_strings import StopStrings  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
 
 
 def first_stop(text: str, stops: list[str]) -> str:

@@ -7,9 +7,11 @@ import pytest
 
 tokenizers = pytest.importorskip("tokenizers")
 
-from tvm_pagedkv.generation import generate  # noqa: E402
-from tvm_pagedkv.generation.text_stream import TextStream  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    generate,  # noqa: E402
+)
+from tvm_pagedkv_lm.engine.text_stream import TextStream  # noqa: E402
 
 SPACE = "\u2581"
 

@@ -12,8 +12,14 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import Conversation, FinishedEvent, SamplingParams, generate
-from tvm_pagedkv.models import DecoderModel, ParallelModel
+from tvm_pagedkv_lm import (
+    Conversation,
+    DecoderModel,
+    FinishedEvent,
+    ParallelModel,
+    SamplingParams,
+    generate,
+)
 
 PROMPTS = ["The with statement", "A list is", "import os", "The yield expression is used when"]
 

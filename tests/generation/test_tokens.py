@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tvm_pagedkv.generation import SamplingParams, generate
-from tvm_pagedkv.generation.parameters import Window, sample
-from tvm_pagedkv.models import DecoderModel, ParallelModel
-from tvm_pagedkv.models.source import TINY, open_model
-from tvm_pagedkv.models.tokens import check_batch, check_tokens
+from tvm_pagedkv_lm import DecoderModel, ParallelModel, SamplingParams, generate
+from tvm_pagedkv_lm.engine.parameters import Window, sample
+from tvm_pagedkv_lm.model.source import TINY, open_model
+from tvm_pagedkv_lm.text.tokens import check_batch, check_tokens
 
 from ..support.in_child import failures
 

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, decoders, models, normalizers, processors  # noqa: E402
 
-from tvm_pagedkv.models.source import TINY, HuggingFaceModel  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY, HuggingFaceModel  # noqa: E402
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 BOS_EOS = {"bos_token": "<bos>", "eos_token": "<eos>"}

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import tvm
 
-from tvm_pagedkv.models.code_linear import code_linear
-from tvm_pagedkv.models.code_matrix import CodeMatrix
-from tvm_pagedkv.models.expert_config import Experts
-from tvm_pagedkv.models.expert_linear import expert_linear
-from tvm_pagedkv.models.head_linear import head_linear
-from tvm_pagedkv.models.linear import embedding, linear
-from tvm_pagedkv.models.packed_layout import PackedMatrix
-from tvm_pagedkv.models.packed_products import DEPTH, UNIT_ROWS
-from tvm_pagedkv.models.routing_kernels import group_pairs
-from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
-from tvm_pagedkv.models.tile_units import BLOCKS_PER_TASK, MIN_TILE_ROWS
-from tvm_pagedkv.models.weight_formats import FORMATS, GROUP
+from tvm_pagedkv_lm.config.expert_config import Experts
+from tvm_pagedkv_lm.formats.weight_formats import FORMATS, GROUP
+from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
+from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
+from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear
+from tvm_pagedkv_lm.kernels.linear.head_linear import head_linear
+from tvm_pagedkv_lm.kernels.linear.linear import embedding, linear
+from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
+from tvm_pagedkv_lm.kernels.linear.packed_products import DEPTH, UNIT_ROWS
+from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
+from tvm_pagedkv_lm.kernels.linear.tile_units import BLOCKS_PER_TASK, MIN_TILE_ROWS
+from tvm_pagedkv_lm.kernels.rows.routing_kernels import group_pairs
 
 from .. import reference
 from ..support import tile_model

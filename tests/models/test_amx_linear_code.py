@@ -8,12 +8,12 @@ import tvm
 from tvm.target import Target
 
 from tvm_pagedkv.compiler import vector_target
-from tvm_pagedkv.models.code_linear import code_linear
-from tvm_pagedkv.models.code_matrix import CodeMatrix
-from tvm_pagedkv.models.expert_linear import expert_linear
-from tvm_pagedkv.models.linear import linear
-from tvm_pagedkv.models.packed_layout import PackedMatrix
-from tvm_pagedkv.models.weight_formats import FORMATS
+from tvm_pagedkv_lm.formats.weight_formats import FORMATS
+from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
+from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
+from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear
+from tvm_pagedkv_lm.kernels.linear.linear import linear
+from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
 
 from ..support.amx_assembly import check_products, instructions
 

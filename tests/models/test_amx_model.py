@@ -8,9 +8,9 @@ import pytest
 from tvm.target import Target
 
 from tvm_pagedkv.compiler import cpu_classes
-from tvm_pagedkv.models import DecoderModel
-from tvm_pagedkv.models.packed import packed_matrix
-from tvm_pagedkv.models.weights import weights
+from tvm_pagedkv_lm import DecoderModel
+from tvm_pagedkv_lm.kernels.linear.packed import packed_matrix
+from tvm_pagedkv_lm.model.decoder_weights import weights
 
 from ..support import tile_model
 from ..support.selections import with_slow

@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E40
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward  # noqa: E402
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
 
 from ..reference.listed import attention_by_heads, expand_blocks  # noqa: E402
 from ..reference.page_bounds import bound_scores, choose_pages, page_bounds  # noqa: E402

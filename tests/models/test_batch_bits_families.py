@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
 
 from ..support.model_cases import PAGE_SIZE, random_tokens, write_checkpoint  # noqa: E402
 from . import test_hybrid_families, test_moe_families  # noqa: E402

@@ -12,13 +12,17 @@ from tvm.target import Target
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.options import BuildOptions, check_batch_invariant  # noqa: E402
-from tvm_pagedkv.models.packed import packed_matrix  # noqa: E402
-from tvm_pagedkv.models.tile_code_sums import TileCodeSums  # noqa: E402
-from tvm_pagedkv.models.tile_products import TileProducts  # noqa: E402
-from tvm_pagedkv.models.unit_products import unit_products  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    generate,
+)
+from tvm_pagedkv_lm.config.options import BuildOptions, check_batch_invariant  # noqa: E402
+from tvm_pagedkv_lm.kernels.linear.packed import packed_matrix  # noqa: E402
+from tvm_pagedkv_lm.kernels.linear.tile_code_sums import TileCodeSums  # noqa: E402
+from tvm_pagedkv_lm.kernels.linear.tile_products import TileProducts  # noqa: E402
+from tvm_pagedkv_lm.kernels.linear.unit_products import unit_products  # noqa: E402
 
 TILES = (TileProducts, TileCodeSums)
 # Tokens with which all prompts begin; the context holds 512.

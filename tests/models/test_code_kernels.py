@@ -11,12 +11,12 @@ import pytest
 import tvm
 
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
-from tvm_pagedkv.models.code_embedding import code_embedding
-from tvm_pagedkv.models.code_linear import code_linear
-from tvm_pagedkv.models.code_matrix import CodeMatrix
-from tvm_pagedkv.models.packed_products import UNIT_ROWS
-from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
-from tvm_pagedkv.models.weight_formats import FORMATS, GROUP, QuantizedRows
+from tvm_pagedkv_lm.formats.weight_formats import FORMATS, GROUP, QuantizedRows
+from tvm_pagedkv_lm.kernels.linear.code_embedding import code_embedding
+from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
+from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
+from tvm_pagedkv_lm.kernels.linear.packed_products import UNIT_ROWS
+from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
 
 from .. import reference
 from ..support.kernel_specs import needs_cpu

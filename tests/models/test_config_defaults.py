@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noq
 from tir_kernels.semantics.rope import RopeTable, inverse_frequencies  # noqa: E402
 from tir_kernels.spec import RopeSpec  # noqa: E402
 from tvm_pagedkv import RopeConfig  # noqa: E402
-from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_fields  # noqa: E402
-from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
+from tvm_pagedkv_lm import DecoderConfig, DecoderModel, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm.families.registry import FAMILIES  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
     CHECKS,

@@ -13,10 +13,10 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from tir_kernels.spec import VectorTarget  # noqa: E402
-from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
-from tvm_pagedkv.models.default_dtype import default_dtype  # noqa: E402
-from tvm_pagedkv.models.registry import FAMILIES, config_from_fields  # noqa: E402
-from tvm_pagedkv.models.source import open_model  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, ParallelModel  # noqa: E402
+from tvm_pagedkv_lm.config.default_dtype import default_dtype  # noqa: E402
+from tvm_pagedkv_lm.families.registry import FAMILIES, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm.model.source import open_model  # noqa: E402
 
 from ..support.gguf_cases import write_gguf  # noqa: E402
 from ..support.model_cases import random_tokens, write_checkpoint  # noqa: E402

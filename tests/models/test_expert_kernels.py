@@ -11,14 +11,14 @@ import pytest
 import tvm
 
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
-from tvm_pagedkv.models.code_matrix import CodeMatrix
-from tvm_pagedkv.models.expert_config import Experts
-from tvm_pagedkv.models.expert_linear import expert_linear, stacked_shape
-from tvm_pagedkv.models.packed_layout import PackedMatrix
-from tvm_pagedkv.models.packed_products import UNIT_ROWS
-from tvm_pagedkv.models.routing_kernels import combine, group_pairs, route
-from tvm_pagedkv.models.row_codes import ROW_BYTES, encode_rows
-from tvm_pagedkv.models.weight_formats import FORMATS, GROUP
+from tvm_pagedkv_lm.config.expert_config import Experts
+from tvm_pagedkv_lm.formats.weight_formats import FORMATS, GROUP
+from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
+from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear, stacked_shape
+from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
+from tvm_pagedkv_lm.kernels.linear.packed_products import UNIT_ROWS
+from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
+from tvm_pagedkv_lm.kernels.rows.routing_kernels import combine, group_pairs, route
 
 from .. import reference
 from ..support.kernel_specs import needs_cpu

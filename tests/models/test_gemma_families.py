@@ -13,11 +13,15 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tvm_pagedkv import LayerSpec  # noqa: E402
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.gemma3n import gemma3n, gemma4  # noqa: E402
-from tvm_pagedkv.models.parallel import check_shards, check_stages  # noqa: E402
-from tvm_pagedkv.models.work import Work  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    generate,
+)
+from tvm_pagedkv_lm.families.gemma3n import gemma3n, gemma4  # noqa: E402
+from tvm_pagedkv_lm.model.work import Work  # noqa: E402
+from tvm_pagedkv_lm.parallel.parallel import check_shards, check_stages  # noqa: E402
 
 from ..support.family_checks import (  # noqa: E402
     check_another_value_matters,

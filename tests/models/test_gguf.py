@@ -13,12 +13,12 @@ gguf = pytest.importorskip("gguf")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel, fingerprint  # noqa: E402
-from tvm_pagedkv.models.expert_config import ExpertNames  # noqa: E402
-from tvm_pagedkv.models.gguf.dequantize import READABLE_TYPES, dequantize  # noqa: E402
-from tvm_pagedkv.models.gguf.file import GgufFile  # noqa: E402
-from tvm_pagedkv.models.source import TINY, HuggingFaceModel, open_model  # noqa: E402
-from tvm_pagedkv.models.weights import weights  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, fingerprint  # noqa: E402
+from tvm_pagedkv_lm.config.expert_config import ExpertNames  # noqa: E402
+from tvm_pagedkv_lm.gguf.dequantize import READABLE_TYPES, dequantize  # noqa: E402
+from tvm_pagedkv_lm.gguf.file import GgufFile  # noqa: E402
+from tvm_pagedkv_lm.model.decoder_weights import weights  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY, HuggingFaceModel, open_model  # noqa: E402
 
 from ..support.gguf_cases import write_gguf  # noqa: E402
 from ..support.gguf_families import CASES, SHAPE  # noqa: E402

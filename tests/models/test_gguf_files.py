@@ -8,8 +8,8 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from tvm_pagedkv.models.gguf.file import GgufFile  # noqa: E402
-from tvm_pagedkv.models.source import open_model  # noqa: E402
+from tvm_pagedkv_lm.gguf.file import GgufFile  # noqa: E402
+from tvm_pagedkv_lm.model.source import open_model  # noqa: E402
 
 TENSOR = np.arange(12, dtype="float32").reshape(3, 4)
 

@@ -9,8 +9,8 @@ pytest.importorskip("gguf")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.source import open_model  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm.model.source import open_model  # noqa: E402
 
 from ..support.gguf_cases import write_gguf  # noqa: E402
 from ..support.gguf_families import CASES, SHAPE  # noqa: E402

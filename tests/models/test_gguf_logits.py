@@ -10,7 +10,7 @@ gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
 
 from ..support.gguf_blocks import TYPES, Blocks  # noqa: E402
 from ..support.gguf_cases import write_gguf  # noqa: E402

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from tvm_pagedkv.models.gguf.metadata import Metadata  # noqa: E402
-from tvm_pagedkv.models.gguf.special_tokens import end_tokens, named_tokens  # noqa: E402
-from tvm_pagedkv.models.gguf.tokenizer import build_tokenizer  # noqa: E402
+from tvm_pagedkv_lm.gguf.metadata import Metadata  # noqa: E402
+from tvm_pagedkv_lm.gguf.special_tokens import end_tokens, named_tokens  # noqa: E402
+from tvm_pagedkv_lm.gguf.tokenizer import build_tokenizer  # noqa: E402
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 SPACE = "\u2581"

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, ParallelModel  # noqa: E402
 
 from ..support.model_cases import PAGE_SIZE, assert_close, random_tokens, write_checkpoint  # noqa: E402
 

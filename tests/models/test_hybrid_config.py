@@ -9,16 +9,16 @@ import pytest
 import tvm.testing
 
 from tvm_pagedkv import ConvConfig, LayerSpec, RecurrentConfig, RopeConfig
-from tvm_pagedkv.models.falcon_h1 import falcon_h1
-from tvm_pagedkv.models.granite import granite_hybrid
-from tvm_pagedkv.models.kimi_linear import kimi_linear
-from tvm_pagedkv.models.lfm2 import lfm2
-from tvm_pagedkv.models.mamba2 import mamba2
-from tvm_pagedkv.models.mixers import share_of
-from tvm_pagedkv.models.parallel import check_shards
-from tvm_pagedkv.models.pictures import with_pictures
-from tvm_pagedkv.models.qwen3_5 import qwen3_5
-from tvm_pagedkv.models.work import Work
+from tvm_pagedkv_lm.blocks.mixers import share_of
+from tvm_pagedkv_lm.families.falcon_h1 import falcon_h1
+from tvm_pagedkv_lm.families.granite import granite_hybrid
+from tvm_pagedkv_lm.families.kimi_linear import kimi_linear
+from tvm_pagedkv_lm.families.lfm2 import lfm2
+from tvm_pagedkv_lm.families.mamba2 import mamba2
+from tvm_pagedkv_lm.families.pictures import with_pictures
+from tvm_pagedkv_lm.families.qwen3_5 import qwen3_5
+from tvm_pagedkv_lm.model.work import Work
+from tvm_pagedkv_lm.parallel.parallel import check_shards
 
 SHAPE = {
     "vocab_size": 100,

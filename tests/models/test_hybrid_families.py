@@ -14,8 +14,12 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.generation import Conversation, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    Conversation,
+    DecoderModel,  # noqa: E402
+    SamplingParams,
+    generate,
+)
 
 from ..support.family_checks import check_token_trees  # noqa: E402
 from ..support.model_cases import (  # noqa: E402

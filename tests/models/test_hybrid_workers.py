@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, ParallelModel  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
     PAGE_SIZE,

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from tvm_pagedkv.models.json_files import read_json
+from tvm_pagedkv_lm.config.json_files import read_json
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel, ParallelModel, config_from_fields  # noqa: E402
-from tvm_pagedkv.models.weight_formats import GROUP, INT8, quantize  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, ParallelModel, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm.formats.weight_formats import GROUP, INT8, quantize  # noqa: E402
 
 from ..support.family_checks import (  # noqa: E402
     check_another_value_matters,

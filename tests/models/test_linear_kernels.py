@@ -12,10 +12,10 @@ import tvm
 
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
-from tvm_pagedkv.models import DecoderModel
-from tvm_pagedkv.models.linear import embedding, linear
-from tvm_pagedkv.models.packed_layout import PackedMatrix
-from tvm_pagedkv.models.packed_products import DEPTH, UNIT_ROWS
+from tvm_pagedkv_lm import DecoderModel
+from tvm_pagedkv_lm.kernels.linear.linear import embedding, linear
+from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
+from tvm_pagedkv_lm.kernels.linear.packed_products import DEPTH, UNIT_ROWS
 
 from .. import reference
 from ..support.kernel_specs import needs_cpu

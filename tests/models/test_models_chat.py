@@ -13,11 +13,11 @@ import pytest
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 
-from tvm_pagedkv.models import DecoderModel, encode_chat  # noqa: E402
-from tvm_pagedkv.models.chat import ChatTemplate  # noqa: E402
-from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
-from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, encode_chat  # noqa: E402
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.families.registry import FAMILIES  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
+from tvm_pagedkv_lm.text.chat import ChatTemplate  # noqa: E402
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 

@@ -16,15 +16,10 @@ pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from tvm_pagedkv import LayerSpec, RopeConfig  # noqa: E402
-from tvm_pagedkv.models import (  # noqa: E402
-    DecoderConfig,
-    DecoderModel,
-    config_from_directory,
-    config_from_fields,
-)  # noqa: E402
-from tvm_pagedkv.models.config import QueryScale  # noqa: E402
-from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
-from tvm_pagedkv.models.source import TINY  # noqa: E402
+from tvm_pagedkv_lm import DecoderConfig, DecoderModel, config_from_directory, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm.config.decoder_config import QueryScale  # noqa: E402
+from tvm_pagedkv_lm.families.registry import FAMILIES  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
 
 SHAPE = {
     "vocab_size": 100,
@@ -381,8 +376,8 @@ def test_tokenizer_of_another_model(directory):
 def test_a_layer_of_each_kind_has_its_own_cache_rows():
     """Windows keep few pages; what else decides the kernels is the same."""
     from tvm_pagedkv.compiler.build import resolve_target
-    from tvm_pagedkv.models.caches import cache_config
-    from tvm_pagedkv.models.options import BuildOptions
+    from tvm_pagedkv_lm.config.options import BuildOptions
+    from tvm_pagedkv_lm.model.caches import cache_config
 
     config = config_of("Gemma2ForCausalLM", head_dim=16, sliding_window=32)
     options = BuildOptions("float32", 16, resolve_target())

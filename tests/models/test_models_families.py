@@ -9,8 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tvm_pagedkv.generation import SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, ParallelModel, SamplingParams, generate  # noqa: E402  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
     CHECKS,

@@ -11,7 +11,7 @@ import pytest
 import tvm
 
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
-from tvm_pagedkv.models import kernels
+from tvm_pagedkv_lm.kernels.rows import row_kernels as kernels
 
 TARGET = resolve_target()
 VECTOR = vector_target(TARGET)

@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
-from tvm_pagedkv.models.weight_formats import GROUP, INT4_MINIMA, INT8, quantize  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, ParallelModel  # noqa: E402
+from tvm_pagedkv_lm.formats.weight_formats import GROUP, INT4_MINIMA, INT8, quantize  # noqa: E402
 
 from ..support.family_checks import check_another_value_matters, check_prompts_that_begin_alike  # noqa: E402
 from ..support.model_cases import (  # noqa: E402

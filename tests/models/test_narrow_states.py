@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
 
 from ..support.model_cases import PAGE_SIZE, Pair, random_tokens  # noqa: E402
 from .test_hybrid_families import FAMILIES  # noqa: E402

@@ -14,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.registry import config_from_fields  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm.families.registry import config_from_fields  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
     PAGE_SIZE,

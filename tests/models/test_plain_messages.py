@@ -17,10 +17,9 @@ transformers = pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer  # noqa: E402
 
-from tvm_pagedkv.generation import Conversation, SamplingParams  # noqa: E402
-from tvm_pagedkv.models import DecoderModel, encode_chat  # noqa: E402
-from tvm_pagedkv.models.source import TINY, HuggingFaceModel  # noqa: E402
-from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_lm import Conversation, DecoderModel, SamplingParams, encode_chat  # noqa: E402  # noqa: E402
+from tvm_pagedkv_lm.cli.command import main  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY, HuggingFaceModel  # noqa: E402
 
 from .test_added_tokens import sentence_piece, token  # noqa: E402
 
@@ -146,7 +145,7 @@ def test_a_tokenizer_that_makes_control_tokens_of_parts():
     vocabulary = {"a": 0, "b": 1, "ab": 2}
     tokenizer = Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
     tokenizer.add_special_tokens(["ab"])
-    from tvm_pagedkv.models.plain_messages import plain_tokenizer
+    from tvm_pagedkv_lm.text.plain_messages import plain_tokenizer
 
     with pytest.raises(ValueError, match="control tokens of this tokenizer cannot be text"):
         plain_tokenizer(tokenizer, "")

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tvm_pagedkv.models import DecoderModel, weights  # noqa: E402
-from tvm_pagedkv.models.weight_formats import FORMATS, QuantizedRows  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel
+from tvm_pagedkv_lm.formats.weight_formats import FORMATS, QuantizedRows  # noqa: E402
+from tvm_pagedkv_lm.model import decoder_weights as weights  # noqa: E402
 
 from ..support.model_cases import PAGE_SIZE, random_tokens, write_checkpoint  # noqa: E402
 from .test_gemma_families import GEMMA4  # noqa: E402

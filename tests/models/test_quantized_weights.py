@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tvm_pagedkv.models import DecoderModel, ParallelModel
-from tvm_pagedkv.models.source import TINY
-from tvm_pagedkv.models.weight_formats import INT4_MINIMA, INT8, quantize
+from tvm_pagedkv_lm import DecoderModel, ParallelModel
+from tvm_pagedkv_lm.formats.weight_formats import INT4_MINIMA, INT8, quantize
+from tvm_pagedkv_lm.model.source import TINY
 
 # Of logits whose standard deviation is 3 or so: activations have 16 bits.
 TOLERANCE = 5e-3

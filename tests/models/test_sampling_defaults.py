@@ -13,9 +13,11 @@ pytest.importorskip("safetensors")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tvm_pagedkv.generation import SamplingParams  # noqa: E402
-from tvm_pagedkv.generation.parameters import sample  # noqa: E402
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    SamplingParams,  # noqa: E402
+)
+from tvm_pagedkv_lm.engine.parameters import sample  # noqa: E402
 
 from ..generation.test_stop_strings import folder_with  # noqa: E402
 

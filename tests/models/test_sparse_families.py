@@ -12,8 +12,14 @@ from safetensors.numpy import load_file
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv.models import DecoderModel, ParallelModel, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402  # noqa: E402
+    DecoderModel,
+    FinishedEvent,
+    ParallelModel,
+    SamplingParams,
+    config_from_fields,
+    generate,
+)
 
 from ..support.family_checks import (  # noqa: E402
     check_another_value_matters,

@@ -9,10 +9,10 @@ import pytest
 
 tokenizers = pytest.importorskip("tokenizers")
 
-from tvm_pagedkv.models.byte_level import byte_characters  # noqa: E402
-from tvm_pagedkv.models.gguf.metadata import Metadata  # noqa: E402
-from tvm_pagedkv.models.gguf.tokenizer import build_tokenizer  # noqa: E402
-from tvm_pagedkv.models.splitters import SPLITTERS  # noqa: E402
+from tvm_pagedkv_lm.gguf.metadata import Metadata  # noqa: E402
+from tvm_pagedkv_lm.gguf.tokenizer import build_tokenizer  # noqa: E402
+from tvm_pagedkv_lm.text.byte_level import byte_characters  # noqa: E402
+from tvm_pagedkv_lm.text.splitters import SPLITTERS  # noqa: E402
 
 TEXTS = [
     "I'LL see HTTPServer's naïve iPhone16, we'Ve 'told' O'Brien they'd 's; DON'T 'RE 'S ſ'ſ",

@@ -8,7 +8,7 @@ import tvm
 
 from tvm_pagedkv.compiler import resolve_target, vector_target
 from tvm_pagedkv.config import RecurrentConfig
-from tvm_pagedkv.models.channel_decay import kimi_inputs
+from tvm_pagedkv_lm.kernels.rows.channel_decay import kimi_inputs
 
 
 def test_decays_of_channels_to_float32_rounding():

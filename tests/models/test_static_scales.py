@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tvm_pagedkv.models import DecoderModel
-from tvm_pagedkv.models.registry import config_from_fields
-from tvm_pagedkv.models.source import TINY
+from tvm_pagedkv_lm import DecoderModel
+from tvm_pagedkv_lm.families.registry import config_from_fields
+from tvm_pagedkv_lm.model.source import TINY
 
 NAME = "model.layers.{}.self_attn.{}"
 # Of each layer, the names and the scales of K and V; the largest values are cut off.

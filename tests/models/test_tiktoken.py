@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("tokenizers")
 regex = pytest.importorskip("regex")
 
-from tvm_pagedkv.models.source import HuggingFaceModel  # noqa: E402
-from tvm_pagedkv.models.splitters import SPLITTERS  # noqa: E402
+from tvm_pagedkv_lm.model.source import HuggingFaceModel  # noqa: E402
+from tvm_pagedkv_lm.text.splitters import SPLITTERS  # noqa: E402
 
 TEXT = (
     "It's 1234 degrees, they'LL say; ÄRGER über Straßen und HTTPServer v2.0!\n\n"

@@ -15,9 +15,9 @@ pytest.importorskip("gguf")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models import DecoderModel  # noqa: E402
-from tvm_pagedkv.models.source import TINY, open_model  # noqa: E402
-from tvm_pagedkv.models.weights import refuse_unread  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel  # noqa: E402
+from tvm_pagedkv_lm.model.decoder_weights import refuse_unread  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY, open_model  # noqa: E402
 
 from ..support.gguf_cases import write_gguf  # noqa: E402
 from ..support.gguf_families import CASES, SHAPE  # noqa: E402

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models.source import TINY, HuggingFaceModel  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY, HuggingFaceModel  # noqa: E402
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

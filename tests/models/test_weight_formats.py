@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tvm_pagedkv.models.weight_formats import (
+from tvm_pagedkv_lm.formats.weight_formats import (
     FORMATS,
     GROUP,
     INT4,
@@ -84,7 +84,7 @@ def test_numbers_beyond_a_scale_are_refused(format, number):
 def test_codes_of_gguf_files_are_kept(name):
     """Bit for bit the numbers that the package of the ggml project reads."""
     gguf = pytest.importorskip("gguf")
-    from tvm_pagedkv.models.gguf.quantized import KEPT_TYPES, split_blocks
+    from tvm_pagedkv_lm.gguf.quantized import KEPT_TYPES, split_blocks
 
     kind = gguf.GGMLQuantizationType[name]
     rows = gguf.quants.quantize(_random(5), kind)
@@ -132,7 +132,7 @@ def test_nothing_is_rounded_to_mxfp4():
 def test_blocks_of_mxfp4_as_transformers_reads_them():
     torch = pytest.importorskip("torch")
     integration = pytest.importorskip("transformers.integrations.mxfp4")
-    from tvm_pagedkv.models.mxfp4 import unpack_blocks
+    from tvm_pagedkv_lm.formats.mxfp4 import unpack_blocks
 
     rng = np.random.default_rng(10)
     blocks = rng.integers(0, 256, (6, 4, GROUP // 2)).astype("uint8")

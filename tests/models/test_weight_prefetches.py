@@ -11,12 +11,12 @@ import pytest
 
 from tir_kernels.cpu.simd import CACHE_LINE_BYTES, INTO_L1, INTO_L2
 from tvm_pagedkv.compiler import vector_target
-from tvm_pagedkv.models.code_linear import code_linear
-from tvm_pagedkv.models.code_matrix import CodeMatrix
-from tvm_pagedkv.models.linear import linear
-from tvm_pagedkv.models.packed_layout import PackedMatrix
-from tvm_pagedkv.models.packed_products import LINES_PER_STEP
-from tvm_pagedkv.models.weight_formats import FORMATS
+from tvm_pagedkv_lm.formats.weight_formats import FORMATS
+from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
+from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
+from tvm_pagedkv_lm.kernels.linear.linear import linear
+from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
+from tvm_pagedkv_lm.kernels.linear.packed_products import LINES_PER_STEP
 
 SHAPE = 1024, 2048
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 CPUs")

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 
 from tvm_pagedkv.config import LayerSpec, RopeConfig
-from tvm_pagedkv.generation import SamplingParams, generate
-from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_directory
-from tvm_pagedkv.models.expert_config import Experts
-from tvm_pagedkv.models.index_config import IndexConfig
-from tvm_pagedkv.models.latent_config import Latent
-from tvm_pagedkv.models.options import layer_budgets
-from tvm_pagedkv.models.source import TINY
-from tvm_pagedkv.models.weights import weights
-from tvm_pagedkv.models.work import Work
+from tvm_pagedkv_lm import (
+    DecoderConfig,
+    DecoderModel,
+    SamplingParams,
+    config_from_directory,
+    generate,
+)
+from tvm_pagedkv_lm.config.expert_config import Experts
+from tvm_pagedkv_lm.config.index_config import IndexConfig
+from tvm_pagedkv_lm.config.latent_config import Latent
+from tvm_pagedkv_lm.config.options import layer_budgets
+from tvm_pagedkv_lm.model.decoder_weights import weights
+from tvm_pagedkv_lm.model.source import TINY
+from tvm_pagedkv_lm.model.work import Work
 
 from .. import reference
 

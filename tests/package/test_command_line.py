@@ -12,7 +12,7 @@ import warnings
 import pytest
 
 from tvm_pagedkv import __version__
-from tvm_pagedkv_cli import command
+from tvm_pagedkv_lm.cli import command
 
 LIGHT = [["--help"], ["generate", "--help"], ["--version"], ["no"]]
 
@@ -20,9 +20,9 @@ LIGHT = [["--help"], ["generate", "--help"], ["--version"], ["no"]]
 @pytest.mark.parametrize("arguments", LIGHT)
 def test_nothing_heavy_is_imported_for_the_arguments(arguments):
     program = (
-        "import sys, tvm_pagedkv_cli\n"
+        "import sys, tvm_pagedkv_lm.cli\n"
         "try:\n"
-        "    tvm_pagedkv_cli.main(sys.argv[1:])\n"
+        "    tvm_pagedkv_lm.cli.main(sys.argv[1:])\n"
         "finally:\n"
         "    heavy = {'tvm', 'tvm_ffi', 'tvm_pagedkv', 'numpy', 'rich', 'tokenizers'}\n"
         "    print('heavy:', *sorted(heavy & set(sys.modules)))\n"
@@ -38,7 +38,7 @@ def test_nothing_heavy_is_imported_for_the_arguments(arguments):
 
 def test_python_m_is_the_command():
     result = subprocess.run(
-        [sys.executable, "-m", "tvm_pagedkv", "--version"], capture_output=True, text=True
+        [sys.executable, "-m", "tvm_pagedkv_lm", "--version"], capture_output=True, text=True
     )
     assert result.stdout == f"tvm-pagedkv {__version__}\n" and result.returncode == 0
 
@@ -47,7 +47,7 @@ def test_python_m_is_the_command():
 def test_python_m_parses_before_tvm_is_loaded(arguments):
     """Otherwise ``--help`` takes seconds, and ``--threads`` comes after TVM has chosen CPUs."""
     result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "tvm_pagedkv", *arguments],
+        [sys.executable, "-X", "importtime", "-m", "tvm_pagedkv_lm", *arguments],
         capture_output=True,
         text=True,
     )
@@ -58,7 +58,7 @@ def test_python_m_parses_before_tvm_is_loaded(arguments):
 
 def test_threads_are_set_before_tvm_is_loaded():
     """A single thread is not bound to a CPU: the process may still use all of them."""
-    command = [sys.executable, "-m", "tvm_pagedkv", "info", "--threads", "1"]
+    command = [sys.executable, "-m", "tvm_pagedkv_lm", "info", "--threads", "1"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TVM_")}
     found = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
     assert f"1 of {len(os.sched_getaffinity(0))} CPUs that the process may use" in found
@@ -153,14 +153,14 @@ class Handler(logging.Handler):
 log = logging.getLogger("tvm_pagedkv.progress")
 log.addHandler(Handler())
 sys.meta_path.insert(0, Finder())
-from tvm_pagedkv_cli import main
+from tvm_pagedkv_lm.cli import main
 sys.exit(main(["generate", "a text", "--model", "tiny", "--prefill-chunk-size", "2"]))
 """
 
 
 @pytest.mark.parametrize(
     "when",
-    ["tvm.runtime", "tokenizers", "tvm_pagedkv.models.gguf", "loading weights", "reading prompt 1"],
+    ["tvm.runtime", "tokenizers", "tvm_pagedkv_lm.gguf", "loading weights", "reading prompt 1"],
 )
 def test_ctrl_c_ends_the_command_at_any_moment(when):
     """While modules are imported, weights are loaded, or a long prompt is computed."""
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_the_command_at_any_moment(when):
 
 
 def test_ctrl_c_ends_python_m_while_tvm_is_loaded():
-    command = [sys.executable, "-X", "importtime", "-m", "tvm_pagedkv", "info"]
+    command = [sys.executable, "-X", "importtime", "-m", "tvm_pagedkv_lm", "info"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
             if "numpy" in line:
@@ -193,7 +193,7 @@ def test_an_interrupt_leaves_no_traceback(monkeypatch, capsys):
 
 LEAVE = """
 import atexit, os, sys, threading, time, weakref
-from tvm_pagedkv_cli import command, info
+from tvm_pagedkv_lm.cli import command, info
 
 class Object:
     def __init__(self, name):

@@ -11,7 +11,7 @@ import pytest
 import tir_kernels
 from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.compiler.cuda.library import find_nvcc
-from tvm_pagedkv_cli import main
+from tvm_pagedkv_lm.cli import main
 
 SMALL = {"num_layers": 1, "num_qo_heads": 4, "num_kv_heads": 2, "qk_head_dim": 16}
 

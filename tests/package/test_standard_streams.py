@@ -17,7 +17,7 @@ pytest.importorskip("safetensors")
 # A command without TVM, which starts in no time: it notes, reads its input and prints.
 PROGRAM = """
 import os, sys
-from tvm_pagedkv_cli import command, info
+from tvm_pagedkv_lm.cli import command, info
 
 def run(_):
     print("a note", file=sys.stderr)
@@ -151,7 +151,7 @@ def test_input_in_the_encoding_of_the_user():
 def test_files_do_not_take_the_place_of_a_closed_stream(tmp_path):
     """Else what TVM logs on descriptor 2 would be written into a file of pages."""
     program = (
-        "import os, sys; from tvm_pagedkv_cli.streams import prepare; prepare();"
+        "import os, sys; from tvm_pagedkv_lm.cli.streams import prepare; prepare();"
         f"number = os.open({str(tmp_path / 'x')!r}, os.O_CREAT | os.O_RDWR); sys.exit(number)"
     )
     command = shlex.join([sys.executable, "-c", program])

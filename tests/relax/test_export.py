@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import tvm
 
-from tvm_pagedkv.models import DecoderModel
-from tvm_pagedkv.models.source import TINY
-from tvm_pagedkv_cli import command as cli
+from tvm_pagedkv_lm import DecoderModel
+from tvm_pagedkv_lm.cli import command as cli
+from tvm_pagedkv_lm.model.source import TINY
 
 from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 TIERS = ("pool", "host", "disk", "restart")

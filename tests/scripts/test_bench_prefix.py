@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tvm
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 from ..support.selections import few_of
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import tvm
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 from ..support.selections import latin_square
 from ..support.store_servers import valkey_server

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
 from budget_recall import measure  # noqa: E402
 from quality_budget import losses, table  # noqa: E402
 
-from tvm_pagedkv.models import DecoderModel, find_model  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, find_model  # noqa: E402
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ except ImportError:  # in a child, which has no package of tests
 MODEL_TARGET = Target({"kind": "llvm", "opt-level": 0})  # any x86-64
 
 
-_MAKE_CACHES = ("tvm_pagedkv.compiler.create", "tvm_pagedkv.models.caches")
+_MAKE_CACHES = ("tvm_pagedkv.compiler.create", "tvm_pagedkv_lm.model.caches")
 _CHILDREN = Path(__file__).resolve().parent / "children"
 _native_target = targets.native_target
 _of_thread = threading.local()  # whether it makes a cache, for several may do so at once

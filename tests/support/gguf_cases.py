@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-from tvm_pagedkv.models.byte_level import byte_characters
+from tvm_pagedkv_lm.text.byte_level import byte_characters
 
 from .gguf_experts import EXPERT_KEYS, own_name, with_stacked_experts
 from .gguf_special import rope_factors, special_keys, special_tensors

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 # float32 against float32: another order of summation through a few layers.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}

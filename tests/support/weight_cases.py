@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tvm_pagedkv.models.weight_formats import GROUP, QuantizedRows, WeightFormat, quantize
+from tvm_pagedkv_lm.formats.weight_formats import GROUP, QuantizedRows, WeightFormat, quantize
 
 
 def random_codes(rng: np.random.Generator, shape, format: WeightFormat) -> QuantizedRows:

@@ -6,7 +6,7 @@ import time
 
 from worker import serve
 
-from tvm_pagedkv.models import DecoderModel
+from tvm_pagedkv_lm import DecoderModel
 
 CHUNK = 512
 

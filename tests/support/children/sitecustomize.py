@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 _TARGETS = "tvm_pagedkv.compiler.targets"
-_MAKE_CACHES = ("tvm_pagedkv.compiler.create", "tvm_pagedkv.models.caches")
+_MAKE_CACHES = ("tvm_pagedkv.compiler.create", "tvm_pagedkv_lm.model.caches")
 
 
 class _Finder:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wall between the cache and the language models: what `tvm_pagedkv_lm` may import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import tvm_pagedkv
+import tvm_pagedkv_lm
+
+ROOT = Path(tvm_pagedkv_lm.__file__).parent
+
+# Each folder and the folders it may use, which stand above it; so there is no cycle.
+MAY_IMPORT: dict[str, set[str]] = {
+    "formats": set(),
+    "config": {"formats"},
+    "kernels": {"config", "formats"},
+    "weights": {"config", "formats"},
+    "blocks": {"config", "kernels", "weights"},
+    "families": {"config", "weights"},
+    "text": {"config"},
+    "gguf": {"config", "families", "formats", "text", "weights"},
+    "model": {"blocks", "config", "families", "formats", "gguf", "kernels", "text", "weights"},
+    "parallel": {"blocks", "config", "model", "text"},
+    "engine": {"model", "text"},
+    "cli": {"engine", "model", "parallel", "text"},
+}
+# Of the cache: what its packages offer, and these helpers.
+HELPERS = {
+    *("_checks", "_codecs", "_errors", "_functions", "_huge_pages", "_library", "_progress"),
+    *("_version", "threads"),
+}
+# Folders with kernels may use the parts that kernels of a CPU are made of; others, specs of types.
+SPECS = {"tir_kernels", "tir_kernels.spec", "tir_kernels.codec"}
+
+
+class Import(NamedTuple):
+    """``from module import name``, or ``import module``, with absolute names."""
+
+    file: Path
+    module: str
+    name: str | None
+
+    @property
+    def folder(self) -> str:
+        return self.file.relative_to(ROOT).parts[0]
+
+
+def imports(file: Path, text: str) -> Iterator[Import]:
+    """What a file imports, within functions too."""
+    inside = (ROOT.name, *file.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            base = list(inside[: len(inside) + 1 - node.level]) if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            yield from (Import(file, module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (Import(file, alias.name, None) for alias in node.names)
+
+
+def fault(each: Import) -> str | None:
+    """What is wrong with an import; None if nothing is."""
+    line = f"{each.file.relative_to(ROOT)} imports {each.name or ''} of {each.module}"
+    top, *rest = [*each.module.split("."), *([each.name] if each.name else [])]
+    if top == "tvm_pagedkv_lm":
+        if rest and rest[0] not in {each.folder, *MAY_IMPORT[each.folder]}:
+            return f"{line}: {each.folder} may not import {rest[0]}"
+    elif top == "tvm_pagedkv":
+        module = each.module.removeprefix("tvm_pagedkv").removeprefix(".")
+        if module in HELPERS or each.name in HELPERS:
+            return None
+        offered = importlib.import_module(each.module)
+        if not hasattr(offered, "__path__"):
+            return f"{line}: take it from the package, not from its module"
+        if each.name is not None and each.name not in {*offered.__all__, *_packages()}:
+            return f"{line}: it is not in __all__"
+    elif top == "tir_kernels" and each.module not in SPECS:
+        allowed = each.folder == "kernels" or each.module.startswith("tir_kernels.script")
+        return None if allowed else f"{line}: only kernels use parts of kernels"
+    return None
+
+
+def _packages() -> set[str]:
+    return {path.parent.name for path in Path(tvm_pagedkv.__file__).parent.glob("*/__init__.py")}
+
+
+def test_the_table_has_every_folder_and_no_cycle():
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert set(MAY_IMPORT) == folders
+    earlier: set[str] = set()
+    for folder, allowed in MAY_IMPORT.items():
+        assert allowed <= earlier, f"{folder} names folders below it"
+        earlier.add(folder)
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_imports_follow_the_table(folder):
+    files = [*(ROOT / folder).rglob("*.py")]
+    assert files
+    found = [each for file in files for each in imports(file, file.read_text())]
+    assert not [line for line in map(fault, found) if line]
+    used = {e.module.split(".")[1] for e in found if e.module.startswith("tvm_pagedkv_lm.")}
+    used |= {e.name for e in found if e.module == "tvm_pagedkv_lm"}
+    assert MAY_IMPORT[folder] <= used, "the table allows what nothing uses"
+
+
+@pytest.mark.parametrize(
+    ("file", "statement", "message"),
+    [
+        ("blocks/new.py", "from ..model.model import DecoderModel", "blocks may not import model"),
+        ("config/new.py", "def f():\n    from ..engine import engine", "may not import engine"),
+        ("engine/new.py", "from tvm_pagedkv.cache.kv_cache import KVCache", "not from its module"),
+        ("model/new.py", "from tvm_pagedkv.compiler import sealed_file", "is not in __all__"),
+        ("model/new.py", "from tir_kernels.cpu.simd import load", "only kernels use parts"),
+    ],
+)
+def test_a_wrong_import_is_found(file, statement, message):
+    (told,) = [line for line in map(fault, imports(ROOT / file, statement)) if line]
+    assert message in told
+
+
+def test_the_cache_does_not_know_the_language_models():
+    for file in Path(tvm_pagedkv.__file__).parent.rglob("*.py"):
+        assert "tvm_pagedkv_lm" not in file.read_text(), file
+
+
+def test_every_name_that_the_package_offers_is_there():
+    for name in tvm_pagedkv_lm.__all__:
+        assert hasattr(tvm_pagedkv_lm, name), name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tvm_pagedkv_lm.nothing  # noqa: B018
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

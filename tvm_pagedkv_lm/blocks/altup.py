@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alternating updates (AltUp) and learned residuals (LAuReL), as in Gemma 3n.
+
+A model has several residual streams. A layer predicts all of them, computes the active one, and
+corrects the others by a share of what it changed. See `altup_config.AltUp`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op
+
+from ..config.decoder_config import DecoderConfig
+from ..config.options import BuildOptions
+from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows.stream_kernels import (
+    add_to_streams,
+    correct_streams,
+    merge_streams,
+    predict_streams,
+    scaled_sum,
+    stack_streams,
+    take_columns,
+)
+from ..weights.weight_parts import Output, Part, Weight, columns, rows, vector
+from .projections import Linear
+
+
+class Streams(nn.Module):
+    """Makes the streams of a model from its embedding, and one row out of them at the end."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
+        assert config.altup is not None
+        self.config, self.options, width = config, options, config.hidden_size
+        self.count = config.altup.num_streams
+        self.project = Linear(width, (self.count - 1) * width, options, name=f"{name}.project")
+        self.unproject = nn.ModuleList(
+            [
+                Linear(width, width, options, name=f"{name}.unproject.{i}")
+                for i in range(self.count - 1)
+            ]
+        )
+
+    def stack(self, x: nn.Tensor) -> nn.Tensor:
+        """Return the streams ``[n, num_streams * hidden_size]`` of embeddings."""
+        width, options = self.config.hidden_size, self.options
+        kernel = stack_streams(self.count, width, options.dtype, options.vector)
+        out = nn.Tensor.placeholder((x.shape[0], self.count * width), options.dtype)
+        return op.tensor_ir_op(kernel, "stack_streams", [x, self.project(x)], out)
+
+    def merge(self, x: nn.Tensor) -> nn.Tensor:
+        """Return rows ``[n, hidden_size]`` of streams."""
+        width, options = self.config.hidden_size, self.options
+        projected = [
+            linear(_columns(x, (1 + i) * width, width, options))
+            for i, linear in enumerate(self.unproject)
+        ]
+        kernel = merge_streams(self.count, width, options.dtype, options.vector)
+        out = nn.Tensor.placeholder((x.shape[0], width), options.dtype)
+        return op.tensor_ir_op(kernel, "merge_streams", [x, *projected], out)
+
+
+class AltUpLayer(nn.Module):
+    """What AltUp adds to a layer: a prediction before it, and corrections behind it."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
+        assert config.altup is not None
+        self.config, self.options, self.shape = config, options, config.altup
+        count, width = self.shape.num_streams, config.hidden_size
+        self.router_norm = nn.Parameter((width,), "float32")
+        self.router = Linear(width, count, options, out_dtype="float32", name=f"{name}.router")
+        self.prediction = nn.Parameter((count**2, count), "float32")
+        self.correction = nn.Parameter((count, count), "float32")
+        self.scale = nn.Parameter((width,), "float32") if self.shape.scales_output else None
+
+    def predict(self, x: nn.Tensor) -> nn.Tensor:
+        """Return the streams that are expected behind the layer."""
+        shape, options = self.shape, self.options
+        width = self.config.hidden_size
+        kernel = predict_streams(shape.num_streams, width, options.dtype, options.vector)
+        inputs = [x, self._route(self.active(x)), self.prediction]
+        return op.tensor_ir_op(kernel, "predict_streams", inputs, x)
+
+    def active(self, x: nn.Tensor, scale: nn.Tensor | None = None) -> nn.Tensor:
+        """Return the stream that the layer computes, times `scale`."""
+        width = self.config.hidden_size
+        return _columns(x, self.shape.active * width, width, self.options, scale)
+
+    def correct(self, predicted: nn.Tensor, computed: nn.Tensor) -> nn.Tensor:
+        """Return the streams behind the layer."""
+        shape, options, width = self.shape, self.options, self.config.hidden_size
+        kernel = correct_streams(
+            shape.num_streams, shape.active, width, options.dtype, options.vector
+        )
+        inputs = [predicted, computed, self._route(computed), self.correction]
+        return op.tensor_ir_op(kernel, "correct_streams", inputs, predicted)
+
+    def add(self, x: nn.Tensor, added: nn.Tensor) -> nn.Tensor:
+        """Return streams, of which all but the first get rows added."""
+        options = self.options
+        kernel = add_to_streams(
+            self.shape.num_streams, self.config.hidden_size, options.dtype, options.vector
+        )
+        return op.tensor_ir_op(kernel, "add_to_streams", [x, added], x)
+
+    def _route(self, x: nn.Tensor) -> nn.Tensor:
+        config, options = self.config, self.options
+        kernel = kernels.norm(config.hidden_size, config.norm_eps, options.dtype, options.vector)
+        return self.router(op.tensor_ir_op(kernel, "norm", [x, self.router_norm], x))
+
+
+class Laurel(nn.Module):
+    """``(x + y + norm(right(left(y)))) / sqrt(2)`` of the rows x behind attention and y before."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
+        assert config.altup is not None
+        self.config, self.options = config, options
+        width, rank = config.hidden_size, config.altup.laurel_rank
+        self.left = Linear(width, rank, options, name=f"{name}.left")
+        self.right = Linear(rank, width, options, name=f"{name}.right")
+        self.norm = nn.Parameter((width,), "float32")
+
+    def forward(self, x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
+        config, options = self.config, self.options
+        width = config.hidden_size
+        kernel = kernels.norm(width, config.norm_eps, options.dtype, options.vector, residual=True)
+        low_rank = self.right(self.left(y))
+        learned = op.tensor_ir_op(kernel, "norm", [low_rank, self.norm, y], y)
+        kernel = scaled_sum(width, math.sqrt(0.5), options.dtype, options.vector)
+        return op.tensor_ir_op(kernel, "scaled_sum", [x, learned], x)
+
+
+def _columns(
+    x: nn.Tensor, begin: int, width: int, options: BuildOptions, scale: nn.Tensor | None = None
+) -> nn.Tensor:
+    kernel = take_columns(
+        int(x.shape[1]), begin, width, options.dtype, options.vector, scaled=scale is not None
+    )
+    out = nn.Tensor.placeholder((x.shape[0], width), options.dtype)
+    weights = [] if scale is None else [scale]
+    return op.tensor_ir_op(kernel, "take_columns", [x, *weights], out)
+
+
+def stream_weights(config: DecoderConfig, ours: str) -> Iterator[tuple[str, Weight]]:
+    """Yield the name and the source of every weight of `Streams`."""
+    assert config.altup is not None
+    theirs, width = config.names.model, config.hidden_size
+    others = range(config.altup.num_streams - 1)
+    parts = tuple(Part(f"{theirs}.altup_projections.{i}.weight", (width, width)) for i in others)
+    yield f"{ours}.project.weight", Weight(parts, True)
+    for i in others:
+        part = Part(f"{theirs}.altup_unembed_projections.{i}.weight", (width, width))
+        yield f"{ours}.unproject.{i}.weight", Weight((part,), True)
+
+
+def altup_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
+    """Yield the name and the source of every weight of an `AltUpLayer` and a `Laurel`."""
+    assert config.altup is not None
+    shape, width, offset = config.altup, config.hidden_size, config.norm_offset
+    count, scale = shape.num_streams, 1 / config.hidden_size
+    altup, laurel = f"{theirs}.altup", f"{theirs}.laurel"
+    yield vector(
+        f"{ours}.altup.router_norm", f"{altup}.router_norm.weight", width,
+        scale=scale, offset=offset * scale,
+    )  # fmt: skip
+    router = [Output("modality_router", count)]
+    yield from rows(f"{ours}.altup.router", altup, router, width, is_split=False)
+    coefficients = {"prediction": (count**2, count), "correction": (count, count)}
+    for name, matrix in coefficients.items():
+        yield vector(f"{ours}.altup.{name}", f"{altup}.{name}_coefs.weight", *matrix)
+    if shape.scales_output:
+        yield vector(f"{ours}.altup.scale", f"{altup}.correct_output_scale", width)
+    left = [Output("linear_left", shape.laurel_rank)]
+    yield from rows(f"{ours}.laurel.left", laurel, left, width)
+    right = f"{ours}.laurel.right", f"{laurel}.linear_right"
+    yield from columns(*right, (width, shape.laurel_rank))
+    name = f"{laurel}.post_laurel_norm.weight"
+    yield vector(f"{ours}.laurel.norm", name, width, offset=offset)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched text generation: sampling, conversations, drafts, disaggregated prefill."""

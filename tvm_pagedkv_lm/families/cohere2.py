@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cohere2 (Command R7B, Command A): attention and the MLP side by side behind one layer norm.
+
+Three layers of four have a window and a rotation of adjacent features, the others have neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import fields as read
+from ..config.decoder_config import DecoderConfig, Norms, Scales
+
+
+def cohere2(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Cohere2."""
+    epsilon = read.positive_number(fields, "layer_norm_eps", 1e-5)
+    bias = read.flag(fields, "attention_bias")
+    pattern = read.positive(fields, "sliding_window_pattern", 4)
+    num_layers = read.positive(fields, "num_hidden_layers")
+    default = [read.SLIDING if (i + 1) % pattern else read.FULL for i in range(num_layers)]
+    kinds = read.layer_kinds(fields, default)
+    layers = read.layers({"sliding_window": 4096, **fields}, kinds)
+    return DecoderConfig(
+        **read.shape({**fields, "rms_norm_eps": epsilon}),
+        layers=read.with_rope_where(layers, [kind == read.SLIDING for kind in kinds]),
+        norms=Norms(before_mlp=None),
+        norm_subtracts_mean=True,
+        parallel_mlp=True,
+        interleaved_rope=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        activation=read.silu(fields),
+        scales=Scales(logits=read.positive_number(fields, "logit_scale", 0.0625) or 1.0),
+        tied_embeddings=read.flag(fields, "tie_word_embeddings", True),
+        longest_text=read.longest_text(fields),
+    )

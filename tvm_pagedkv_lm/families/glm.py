@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.5 to 4.7 with experts: the first layers are dense, the others also have a shared expert.
+
+Half of each head is rotated. Scores are sigmoids, and a correction of them chooses experts. Files
+may have further layers that predict several tokens, which are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import fields as read
+from ..config.decoder_config import DecoderConfig
+from ..config.expert_config import Experts, first_dense_layers, num_experts
+
+
+def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of GLM-4.5, 4.6 and 4.7, and of their Air models."""
+    fields = {"rms_norm_eps": 1e-5, **fields}
+    num_layers = read.positive(fields, "num_hidden_layers")
+    width = read.positive(fields, "moe_intermediate_size", 1408)
+    experts = Experts(
+        num_experts(fields, 128),
+        read.positive(fields, "num_experts_per_tok", 8),
+        width,
+        "sigmoid",
+        normalizes=read.flag(fields, "norm_topk_prob", True),
+        scale=read.positive_number(fields, "routed_scaling_factor", 1.0) or 1.0,
+        has_correction=True,
+        num_groups=read.positive(fields, "n_group", 1),
+        num_chosen_groups=read.positive(fields, "topk_group", 1),
+        shared_width=width * read.positive(fields, "n_shared_experts", 1),
+        dense_layers=first_dense_layers(fields, 1),
+    )
+    return DecoderConfig(
+        **read.shape(fields),
+        layers=read.layers(fields, [read.FULL] * num_layers, partial=0.5),
+        qk_norm="head" if read.flag(fields, "use_qk_norm") else None,
+        qkv_bias=read.flag(fields, "attention_bias"),
+        activation=read.silu(fields),
+        experts=experts,
+        has_draft_layers=True,
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+    )

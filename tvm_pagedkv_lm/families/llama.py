@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama, Mistral, Ministral 3 and Mixtral: norms before attention and MLP, SwiGLU.
+
+Q of Ministral 3 grows with the position, in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import fields as read
+from ..config.decoder_config import DecoderConfig, QueryScale
+from ..config.expert_config import ExpertNames, Experts, num_experts
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def llama(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Llama 1 to 3 and of models with its architecture (TinyLlama, Yi, ...).
+
+    Some converters write a ``sliding_window``, which models of this architecture do not have.
+    """
+    return _decoder(fields, read.FULL)
+
+
+def mistral(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Mistral 7B and Nemo. Version 0.1 has a window in every layer."""
+    fields = {"sliding_window": 4096, **fields}
+    return _decoder(fields, _mistral_kind(fields))
+
+
+def ministral3(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of the text models of Ministral 3."""
+    fields = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **fields}
+    rope = read.rope_fields(fields) or _MINISTRAL3_ROPE
+    fields |= {"rope_parameters": rope, "rope_scaling": None}
+    config = _decoder(fields, _mistral_kind(fields))
+    growth = read.query_growth(fields, rope)
+    if growth is None:
+        return config
+    factor, length = growth
+    return replace(config, query_scale=QueryScale(length, factor, tuple(range(config.num_layers))))
+
+
+def mixtral(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Mixtral: Mistral with experts in place of MLPs."""
+    fields = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, **fields}
+    experts = Experts(
+        num_experts(fields, 8),
+        read.positive(fields, "num_experts_per_tok", 2),
+        read.positive(fields, "intermediate_size"),
+        names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    )
+    return _decoder(fields, _mistral_kind(fields), experts)
+
+
+def _mistral_kind(fields: Mapping[str, Any]) -> str:
+    return read.FULL if fields.get("sliding_window") is None else read.SLIDING
+
+
+def _decoder(fields: Mapping[str, Any], kind: str, experts: Experts | None = None) -> DecoderConfig:
+    bias = read.flag(fields, "attention_bias")
+    num_layers = read.positive(fields, "num_hidden_layers")
+    return DecoderConfig(
+        **read.shape(fields),
+        layers=read.layers(fields, [kind] * num_layers),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=read.flag(fields, "mlp_bias"),
+        activation=read.silu(fields),
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+        experts=experts,
+    )

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OLMo 2 and 3: norms after attention and the MLP instead of before, and of all of Q and of K.
+
+In OLMo 3, three layers of four have a window, and the scaling of the rotation is for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config import fields as read
+from ..config.decoder_config import DecoderConfig, Norms
+
+NORMS_AFTER = Norms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+def olmo2(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of OLMo 2."""
+    return _decoder(fields, [read.FULL] * read.positive(fields, "num_hidden_layers"))
+
+
+def olmo3(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of OLMo 3."""
+    num_layers = read.positive(fields, "num_hidden_layers")
+    default = [read.SLIDING if (i + 1) % 4 else read.FULL for i in range(num_layers)]
+    theta = read.positive_number(fields, "rope_theta", 5e5)
+    fields = {"sliding_window": 4096, **read.with_rotations(fields, full=theta, sliding=theta)}
+    return _decoder(fields, read.layer_kinds(fields, default))
+
+
+def _decoder(fields: Mapping[str, Any], kinds: Sequence[str]) -> DecoderConfig:
+    bias = read.flag(fields, "attention_bias")
+    return DecoderConfig(
+        **read.shape({"rms_norm_eps": 1e-5, **fields}),
+        layers=read.layers(fields, kinds),
+        norms=NORMS_AFTER,
+        qk_norm="projection",
+        qkv_bias=bias,
+        o_bias=bias,
+        activation=read.silu(fields),
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+    )

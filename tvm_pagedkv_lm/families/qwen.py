@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2, Qwen2.5 and Qwen3.
+
+As Llama; Qwen2 has biases on Q, K and V, and Qwen3 norms of each head of Q and K instead. The last
+layers may have a window. Qwen3-MoE has experts in place of MLPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import fields as read
+from ..config.decoder_config import DecoderConfig
+from ..config.expert_config import Experts, dense_layers, num_experts
+
+_HIDDEN_SIZE_OF_72B = 8192
+
+
+def qwen2(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Qwen2, Qwen2.5 and QwQ.
+
+    In the models of 72 B, hidden states of a few channels exceed the range of float16.
+    """
+    is_72b = read.positive(fields, "hidden_size") >= _HIDDEN_SIZE_OF_72B
+    return _decoder(fields, qkv_bias=True, overflows_float16=is_72b)
+
+
+def qwen3(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of the dense Qwen3."""
+    return _qwen3({"head_dim": 128, **fields})
+
+
+def qwen3_moe(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Qwen3-MoE, in which all layers have a window or none."""
+    num_layers = read.positive(fields, "num_hidden_layers")
+    experts = Experts(
+        num_experts(fields, 128),
+        read.positive(fields, "num_experts_per_tok", 8),
+        read.positive(fields, "moe_intermediate_size", 768),
+        normalizes=read.flag(fields, "norm_topk_prob"),
+        dense_layers=dense_layers(fields, num_layers),
+    )
+    fields = {"intermediate_size": 6144, **fields, "max_window_layers": 0, "layer_types": None}
+    return _qwen3(fields, experts=experts)
+
+
+def _qwen3(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
+    bias = read.flag(fields, "attention_bias")
+    return _decoder(fields, qkv_bias=bias, o_bias=bias, qk_norm="head", **own)
+
+
+def _decoder(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
+    return DecoderConfig(
+        **read.shape(fields),
+        layers=read.layers(fields, _kinds(fields)),
+        activation=read.silu(fields),
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+        **own,
+    )
+
+
+def _kinds(fields: Mapping[str, Any]) -> list[str]:
+    """Return the layers. Files may name a window that ``use_sliding_window`` disables."""
+    num_layers = read.positive(fields, "num_hidden_layers")
+    if not read.flag(fields, "use_sliding_window") or fields.get("sliding_window") is None:
+        return [read.FULL] * num_layers
+    first = fields.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ValueError(f"max_window_layers must be an integer from 0 on, got {first!r}")
+    default = [read.SLIDING if i >= first else read.FULL for i in range(num_layers)]
+    return read.layer_kinds(fields, default)

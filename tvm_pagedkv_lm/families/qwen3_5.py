@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the others gated attention.
+
+Norms multiply by 1 + weight, but for those of the gated delta nets; a quarter of a head is rotated.
+Qwen3-Next and some Qwen3.5 have experts, and an expert with a gate that every token takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tvm_pagedkv.config import ConvConfig, LayerSpec, RecurrentConfig
+
+from ..config import fields as read
+from ..config.decoder_config import DecoderConfig, TensorNames
+from ..config.expert_config import ExpertNames, Experts, dense_layers, num_experts
+
+_LINEAR = "linear_attention"
+
+
+def qwen3_5(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of the dense text model."""
+    return _decoder(fields, TensorNames(mixer="linear_attn"))
+
+
+def qwen3_5_moe(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of the text model with experts in all layers."""
+    fields = {"num_experts": 256, "num_experts_per_tok": 8, **fields}
+    return _with_experts(fields, TensorNames(mixer="linear_attn"))
+
+
+def qwen3_next(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Read the fields of Qwen3-Next, whose gated delta nets have two projections in all."""
+    fields = {"intermediate_size": 5632, **fields}
+    names = TensorNames(mixer="linear_attn", fused_delta_net=("in_proj_qkvz", "in_proj_ba"))
+    dense = dense_layers(fields, read.positive(fields, "num_hidden_layers"))
+    normalizes = read.flag(fields, "norm_topk_prob", True)
+    return _with_experts(fields, names, dense_layers=dense, normalizes=normalizes)
+
+
+def _with_experts(fields: Mapping[str, Any], names: TensorNames, **own: Any) -> DecoderConfig:
+    width = read.positive(fields, "moe_intermediate_size", 512)
+    experts = Experts(
+        num_experts(fields, 512),
+        read.positive(fields, "num_experts_per_tok", 10),
+        width,
+        shared_width=read.positive(fields, "shared_expert_intermediate_size", 512),
+        shared_gate=True,
+        names=ExpertNames(shared="shared_expert"),
+        **own,
+    )
+    return replace(_decoder({"intermediate_size": width, **fields}, names), experts=experts)
+
+
+def _decoder(fields: Mapping[str, Any], names: TensorNames) -> DecoderConfig:
+    fields = {"head_dim": 256, **fields}
+    num_layers = read.positive(fields, "num_hidden_layers")
+    interval = read.positive(fields, "full_attention_interval", 4)
+    default = [_LINEAR if (i + 1) % interval else read.FULL for i in range(num_layers)]
+    kinds = read.layer_kinds(fields, default, (read.FULL, _LINEAR))
+    state = RecurrentConfig(
+        "gated_delta",
+        num_heads=read.positive(fields, "linear_num_value_heads", 32),
+        num_key_heads=read.positive(fields, "linear_num_key_heads", 16),
+        key_dim=read.positive(fields, "linear_key_head_dim", 128),
+        value_dim=read.positive(fields, "linear_value_head_dim", 128),
+    )
+    channels = 2 * state.num_key_heads * state.key_dim + state.num_heads * state.value_dim
+    conv = ConvConfig(channels, read.positive(fields, "linear_conv_kernel_dim", 4), "silu")
+    recurrent = LayerSpec("recurrent", recurrent=state, conv=conv)
+    bias = read.flag(fields, "attention_bias")
+    return DecoderConfig(
+        **read.shape(fields),
+        layers=read.layers(fields, kinds, {_LINEAR: recurrent}, partial=0.25),
+        names=names,
+        norm_offset=1.0,
+        qk_norm="head",
+        attention_gate=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        activation=read.silu(fields),
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+    )

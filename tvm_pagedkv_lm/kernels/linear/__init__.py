@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with packed weights, quantized or not."""

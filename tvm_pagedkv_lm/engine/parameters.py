@@ -40,8 +40,9 @@ class SamplingParams:
         Continuation i of any prompt uses a random generator seeded with (seed, i), whatever else is
         in the batch. Logits may differ in their last bits from those in another batch: where a step
         saves 512 or more positions by shared reads (``share_prefix`` of `KVCacheConfig`) or linear
-        layers use AMX, unless the model is loaded with ``batch_invariant=True``; and where a prompt
-        is cut into other chunks, if it has layers with windows or a chunk of one row.
+        layers use AMX, unless the model is loaded with ``batch_invariant=True``; where a text of
+        the call needs the long factors of longrope, or an attention budget applies; and where a
+        prompt is cut into other chunks, if it has layers with windows or a chunk of one row.
 
     Raises
     ------

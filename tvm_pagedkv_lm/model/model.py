@@ -147,8 +147,8 @@ class DecoderModel:
             By what "int8" and "float8_e4m3fn" of `kv_dtype` scale K and V: the largest value of
             each row, or the static scales with which the checkpoint was calibrated.
         batch_invariant : bool
-            Whether logits of a sequence have the same bits in every batch: caches never read pages
-            once for several sequences (``share_prefix``), and linear layers never use AMX. Slower.
+            Whether nothing in a step depends on the other sequences in it: caches never read pages
+            once for several of them (``share_prefix``), and linear layers never use AMX.
         target : str or tvm.target.Target, optional
             A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional

@@ -319,7 +319,7 @@ def test_a_changed_source_changes_the_key(tmp_path):
         (
             "tvm_pagedkv_lm.model.model",
             "_SOURCES",
-            ["models", "tir_kernels", "build.py"],
+            ["tvm_pagedkv_lm", "tir_kernels", "build.py"],
         ),
     ],
 )

@@ -317,7 +317,7 @@ def test_generate_closes_its_channel(model, fault):
     if fault == "settings":
         settings["prefill_chunk_size"] = 0
     elif fault == "cache":
-        settings["cache"] = model.create_cache(1, 64)
+        settings |= {"cache": model.create_cache(1, 64), "max_num_sequences": 2}
     prompts = [[]] if fault == "prompt" else ["x"]
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(serve_prefill, model, SharedMemoryChannel(there), timeout=20.0)

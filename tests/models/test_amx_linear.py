@@ -120,7 +120,7 @@ def test_every_task_configures_its_tiles_once():
     done = tile_model.counts()
     # Two units of rows, and two of nine blocks for each task.
     assert done.begins == done.ends == 2 * 5
-    assert done.threads == 2
+    assert done.threads <= 2  # the caller does the tasks of a worker that is late
 
 
 def test_rows_that_are_not_finite_stay_alone():

@@ -28,7 +28,7 @@ info.run = run
 sys.exit(command.main())
 """
 STUB = "stub"
-COMMAND = shlex.join([sys.executable, "-m", "tvm_pagedkv"])
+COMMAND = shlex.join([sys.executable, "-m", "tvm_pagedkv_lm"])
 ONE = "generate --model tiny --temperature 0 --max-tokens 6 'The with statement'"
 TWO = f"{ONE} 'A list is'"
 CHAT = "chat --model tiny --temperature 0 --max-tokens 6"

@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from tvm_pagedkv_lm import (  # noqa: E402
-    DecoderModel,  # noqa: E402
+    DecoderModel,
     FinishedEvent,
     SamplingParams,
     generate,
@@ -50,6 +50,18 @@ def test_texts_that_begin_alike(model):
 
     prompts = _prompts()
     assert texts(prompts) == [texts([prompt])[0] for prompt in prompts]
+
+
+def test_generate_makes_caches_without_shared_reads(model, monkeypatch):
+    create, made = model._caches._create, []
+
+    def record(config, *others):
+        made.append(config)
+        return create(config, *others)
+
+    monkeypatch.setattr(model._caches, "_create", record)
+    assert [*generate(model, ["x"], SamplingParams(max_tokens=1))]
+    assert [bool(config["share_prefix"]) for config in made] == [False]
 
 
 def test_logits_behind_shared_pages(model):

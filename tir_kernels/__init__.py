@@ -12,8 +12,9 @@ from collections.abc import Callable
 from tvm.error import DiagnosticError
 
 from .conv_spec import ConvSpec
-from .cpu.attention import append_prefill, decode, listed, mla, prefill, shared, tree
-from .cpu.attention import page_bounds as bounds
+from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
+from .cpu.sparse import listed
+from .cpu.sparse import page_bounds as bounds
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .cuda.step_arrays import advance_arrays
 from .index_spec import IndexSpec

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from tvm import tirx
 
 from .conv_spec import ConvSpec
-from .cpu.attention.index import index_top_k
-from .cpu.attention.index_blocks import index_top_blocks
 from .cpu.recurrent.conv import causal_conv
 from .cpu.recurrent.scan import recurrent_scan
+from .cpu.sparse.index import index_top_k
+from .cpu.sparse.index_blocks import index_top_blocks
 from .cuda.recurrent.conv import causal_conv as cuda_causal_conv
 from .cuda.recurrent.scan import recurrent_scan as cuda_recurrent_scan
 from .index_spec import IndexSpec

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .cpu.components import rows as cpu_components
+from .cpu import worker as cpu_components
 from .cuda.components import rows as cuda_components
 from .spec import CudaTarget, KernelSpec
 

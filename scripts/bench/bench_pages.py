@@ -29,7 +29,7 @@ import numpy as np
 import tvm
 from bench_streams import Streams
 
-from tir_kernels.cpu.components.rows import SERIAL_BELOW_BYTES
+from tir_kernels.cpu.worker import SERIAL_BELOW_BYTES
 from tir_kernels.spec import FLOAT_DTYPES
 from tvm_pagedkv import page
 from tvm_pagedkv.compiler.build import build_kernels
@@ -97,7 +97,7 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
     qkv, q = tensor(num_rows, FUSED, DIM), tensor(num_rows, HEADS, DIM)
     k, v = tensor(num_rows, KV_HEADS, DIM), tensor(num_rows, KV_HEADS, DIM)
     positions, position_map = integers(np.arange(num_rows)), integers(slots[:num_rows])
-    q_indptr = integers([0, num_rows])
+    query_indptr = integers([0, num_rows])
 
     def two_kernels(kernels):
         kernels["split_rotary"](qkv, positions, q, k, v, 1)
@@ -108,13 +108,13 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
         "rope_append",
         "copy",
         fused,
-        lambda: ours["rope_append"](qkv, q_indptr, positions, position_map, q, pages, 1),
+        lambda: ours["rope_append"](qkv, query_indptr, positions, position_map, q, pages, 1),
         lambda: two_kernels(stock),
     )
 
     append = 4 * num_rows * KV_HEADS * DIM * itemsize
     lengths = integers([num_rows])
-    places = page.get_batch_indices_positions(q_indptr, lengths, num_rows)
+    places = page.get_batch_indices_positions(query_indptr, lengths, num_rows)
     used = -(-num_rows // PAGE)
     table = (page_ids[:used], [0, used], [(num_rows - 1) % PAGE + 1])
     table = [integers(values) for values in table]
@@ -155,8 +155,8 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
         "compact_copy",
         "copy",
         4 * num_rows * KV_HEADS * DIM * itemsize,
-        lambda: ours["compact_copy"](pages, q_indptr, pairs, 1),
-        lambda: stock["compact_copy"](pages, q_indptr, pairs, 1),
+        lambda: ours["compact_copy"](pages, query_indptr, pairs, 1),
+        lambda: stock["compact_copy"](pages, query_indptr, pairs, 1),
     )
     ids = [int(i) for i in page_ids]
     page_pairs = list(zip(ids[: len(ids) // 2], ids[len(ids) // 2 :], strict=True))

@@ -20,9 +20,9 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.components.work import TASKS
+from tir_kernels.cpu.isa.simd import F32, broadcast, load, store
 from tir_kernels.cpu.recurrent.scan import recurrent_scan
-from tir_kernels.cpu.simd import F32, broadcast, load, store
+from tir_kernels.cpu.work import TASKS
 from tir_kernels.define import target_attributes
 from tir_kernels.moves.recurrent import recurrent_append
 from tir_kernels.recurrent_spec import RULES, RecurrentSpec

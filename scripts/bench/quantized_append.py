@@ -60,7 +60,7 @@ def append_records(
 
     `kv_dtypes` may name codecs and types of numbers; None is that of the rows.
     """
-    from tir_kernels.cpu.components.rows import SERIAL_BELOW_BYTES
+    from tir_kernels.cpu.worker import SERIAL_BELOW_BYTES
     from tvm_pagedkv.compiler.build import build_kernels
     from tvm_pagedkv.config import KVCacheConfig
 

@@ -27,9 +27,9 @@ MIN_STATE_RUNS = 8  # of 128 bits, that a thread keeps of a recurrent layer's st
 # The copy of an array is no kernel, so whatever comes behind it in the stream waits for its end.
 COPIED_ARRAYS = frozenset(
     [
-        *("q_indptr", "kv_indptr", "page_indptr", "page_values", "length_info", "window_info"),
-        *("window_matrix", "k_rope_pos_offset", "q_rope_position", "row_indptr", "row_ids"),
-        *("tree_order_indptr", "tree_order", "position_map", "copies"),
+        *("query_indptr", "kv_indptr", "page_indptr", "page_ids", "length_info", "window_info"),
+        *("window_matrix", "first_positions", "query_positions", "row_indptr", "row_ids"),
+        *("tree_order_indptr", "tree_order", "positions", "copies"),
         *("length_indptr", "src_dst_slots", "row_reach"),
         *("segment_indptr", "slots", "rows", "read_pages", "write_pages", "tap_slots"),
         # Of `advance_arrays`, which has written `last` as well, but is launched behind a copy.

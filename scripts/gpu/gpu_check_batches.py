@@ -69,7 +69,7 @@ class Batch:
         self.lse = torch.full(self.q.shape[:2], torch.nan, device=device)
         self.page_ids = torch.randperm(self.num_pages, device=device).to(torch.int32)
         self.indptr = self.starts(counts)
-        self.q_indptr = self.starts(rows)
+        self.query_indptr = self.starts(rows)
         last = [c - (n - 1) * page for c, n in zip(contexts, counts, strict=True)]
         self.last_page_len = self.integers(last)
         self.offsets = self.integers([0] * len(rows))
@@ -89,7 +89,7 @@ class Batch:
     def arguments(self, name: str) -> list:
         """Return the arguments of the kernel decode, prefill or mla_prefill."""
         table = [self.indptr, self.page_ids, self.last_page_len]
-        q = [self.q] if name == "decode" else [self.q, self.q_indptr]
+        q = [self.q] if name == "decode" else [self.q, self.query_indptr]
         if name == "mla_prefill":
             given, scalars = [*q, self.pages, *table, self.o, self.lse], [1, self.scale]
         else:
@@ -137,7 +137,7 @@ class Batch:
         worst, sequences = 0.0, sorted({0, len(self.rows) // 2, len(self.rows) - 1})
         for sequence in sequences:
             k, v = (x.double() for x in self.dense(sequence))
-            begin, n = int(self.q_indptr[sequence]), self.rows[sequence]
+            begin, n = int(self.query_indptr[sequence]), self.rows[sequence]
             for row in sorted({0, n // 2, n - 1}):
                 seen = self.contexts[sequence] - n + row + 1
                 q = self.q[begin + row].double().unflatten(0, (k.shape[1], -1))

@@ -78,6 +78,6 @@ def flashinfer(batch: Batch, name: str) -> tuple[Callable, Callable]:
         wrapper.plan(*table, *heads, q_data_type=shape.dtype, kv_data_type=shape.dtype)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        wrapper.plan(batch.q_indptr, *table, *heads, causal=True, q_data_type=shape.dtype)
+        wrapper.plan(batch.query_indptr, *table, *heads, causal=True, q_data_type=shape.dtype)
     out = torch.empty_like(batch.o)
     return lambda: wrapper.run(batch.q, batch.pages, out=out), lambda: out

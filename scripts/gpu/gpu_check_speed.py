@@ -223,7 +223,7 @@ class Speed:
             batch = Batch(shape, [1] * STEP_BATCH, [self.sizes.step_context] * STEP_BATCH, device)
             slots = batch.integers(range(0, STEP_BATCH * shape.page_size, shape.page_size))
             qkvs = [batch.normal(STEP_BATCH, heads, shape.head_dim) for _ in range(16)]
-            fixed = [batch.q_indptr, batch.positions, slots, batch.q, batch.pages]
+            fixed = [batch.query_indptr, batch.positions, slots, batch.q, batch.pages]
             fixed = list(map(tvm_ffi.from_dlpack, fixed))
             own = self._kernel(name, 0, "rope_append")
             each = [tvm_ffi.from_dlpack(qkv) for qkv in qkvs]

@@ -123,7 +123,7 @@ def kv_rows(case, b: int, position: int) -> tuple[np.ndarray, np.ndarray]:
         row = case.kv_indptr[b] + position
         return case.k[row], case.v[row]
     page_size = case.spec.page_size
-    page = case.page_values[case.page_indptr[b] + position // page_size]
+    page = case.page_ids[case.page_indptr[b] + position // page_size]
     if case.spec.kind == "mla":
         row = case.pages[page, None, position % page_size]
         return row, row[:, : case.spec.v_head_dim]
@@ -208,7 +208,7 @@ def test_shared_prefixes(spec, segments, source, value, seed):
     array = getattr(case, source)
     if source == "pages":
         for s in range(0, len(segments), 2):
-            page = array[case.page_values[case.page_indptr[s]]].reshape(-1, array.shape[-1])
+            page = array[case.page_ids[case.page_indptr[s]]].reshape(-1, array.shape[-1])
             page[case.rng.integers(len(page)), case.rng.integers(page.shape[1])] = value
     else:
         rows = case.rng.choice(len(array), max(1, len(array) // 4), replace=False)

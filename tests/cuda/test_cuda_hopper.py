@@ -144,7 +144,7 @@ def test_not_a_number_reaches_the_rows_that_see_it_only(what):
     case = PagedBatch(SMALL, [(90, 140)], 0)
     position = 100  # which rows 50 and later see
     page, slot = divmod(position, SMALL.page_size)
-    case.pages[case.page_values[page], "KV".index(what), 0, slot, 5] = np.nan
+    case.pages[case.page_ids[page], "KV".index(what), 0, slot, 5] = np.nan
     case.prefill()
     is_nan = np.isnan(case.o.numpy().astype(np.float32)).any(axis=(1, 2))
     assert is_nan.tolist() == [row >= 50 for row in range(90)]

@@ -57,12 +57,12 @@ def attend(kernel, name: str, pages: np.ndarray, rows: np.ndarray) -> float:
         tensor(np.zeros(s, d)) for s, d in (((num_rows, 2, 64), F16), ((num_rows, 2), "float32"))
     )
     length = len(LAST) * SPEC.page_size
-    q_indptr = [] if name == "decode" else table([0, num_rows])
+    query_indptr = [] if name == "decode" else table([0, num_rows])
     causal = [] if name == "decode" else [1]
     positions = table(
         [0, len(LAST)], LAST, [SPEC.page_size], [0], length - num_rows + np.arange(num_rows)
     )
-    kernel(tensor(q), *q_indptr, shared(pages), *positions, o, lse, *causal, 0, 1.0, 1e4, 0.125)
+    kernel(tensor(q), *query_indptr, shared(pages), *positions, o, lse, *causal, 0, 1.0, 1e4, 0.125)
     k, v = (np.concatenate(list(rows[:, plane, 0]))[:, None] for plane in range(2))
     expected = reference.attention(q, k, v, reference.causal_mask(num_rows, length), 0.125)
     return float(np.abs(o.numpy().astype(np.float64) - expected[0]).max())

@@ -91,8 +91,8 @@ def test_a_choice_that_does_not_fit_fails():
     name, case = "mla_prefill", LatentBatch(SPEC, [(9, 41)], 0)
     source = mutated(cuda_text(name, SPEC), f"{shared_bytes(64)}{asks}", f"1{asks}")
     kernel = emulated(source).get_function(name)
-    table = (case.page_indptr, case.page_values, case.last_page_len)
-    arguments = [case.tensor(x) for x in (case.q, case.q_indptr, case.pages, *table)]
+    table = (case.page_indptr, case.page_ids, case.last_page_len)
+    arguments = [case.tensor(x) for x in (case.q, case.query_indptr, case.pages, *table)]
     with block_shared_bytes(99 * KIB), pytest.raises(RuntimeError, match="out of range"):
         kernel(*arguments, case.o, case.lse, 1, case.sm_scale)
     kernel(*arguments, case.o, case.lse, 1, case.sm_scale)

@@ -74,7 +74,7 @@ def codes() -> None:
 def not_finite() -> None:
     with multiprocessors(1):
         case = PagedBatch(PAGED, [(8, 40)], 0)
-        page, slot = case.page_values[2], 3  # position 35, which rows 3 and later see
+        page, slot = case.page_ids[2], 3  # position 35, which rows 3 and later see
         case.pages[page, 1, :, slot, 5] = np.nan
         case.prefill()
         rows = np.isnan(case.o.numpy()).any(axis=(1, 2))

@@ -74,7 +74,7 @@ def row_of(case, plane: int, position: int, head: int = 0) -> np.ndarray:
     if isinstance(case, RaggedBatch):
         return (case.k, case.v)[plane][case.kv_indptr[SEQUENCE] + position, head]
     entry, offset = divmod(position, case.spec.page_size)
-    page = case.page_values[case.page_indptr[SEQUENCE] + entry]
+    page = case.page_ids[case.page_indptr[SEQUENCE] + entry]
     if case.spec.kind == "mla":
         width = (case.spec.qk_head_dim, case.spec.v_head_dim)[plane]
         return case.pages[page, offset, :width]
@@ -118,7 +118,7 @@ def check(monkeypatch, make: Callable, run: Callable, verify: Callable, position
         return {what: x[1] for what, x in states(monkeypatch, lambda: verify(case)).items()}
 
     clean = expected()
-    first_row, is_latent = make().q_indptr[SEQUENCE], make().spec.kind == "mla"
+    first_row, is_latent = make().query_indptr[SEQUENCE], make().spec.kind == "mla"
     for value in (np.nan, np.inf):
         nans = np.zeros(clean["lse"].shape, bool)
         nans[first_row, 1] = True

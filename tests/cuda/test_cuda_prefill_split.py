@@ -117,7 +117,7 @@ def test_rows_of_no_sequence_are_left_alone():
     """The outputs may have more rows than the sequences."""
     case = PagedBatch(SMALL, [(2, 600), (3, 9)], 0)
     for name, count in (
-        ("q_indptr", 2),
+        ("query_indptr", 2),
         ("page_indptr", 2),
         ("last_page_len", 1),
         ("k_offsets", 1),

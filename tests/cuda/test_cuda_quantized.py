@@ -174,7 +174,7 @@ def test_rows_that_are_not_finite(spec):
     """Rows of Q that see them are NaN, and the others are as if they were not there."""
     for plane in (0, 1):
         case = quantized_case(PagedBatch)(spec, [(40, 90), (1, 33)], 0)
-        slot = case.page_values[70 // spec.page_size], 70 % spec.page_size
+        slot = case.page_ids[70 // spec.page_size], 70 % spec.page_size
         case.pages[slot[0], plane, 0, slot[1], 3] = np.nan
         case.quantize()
         case.prefill()

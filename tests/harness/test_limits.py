@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tir_kernels.cpu import amx
+from tir_kernels.cpu.isa.matrices import amx
 from tvm_pagedkv.compiler import cpu_classes
 from tvm_pagedkv.measure import limits
 from tvm_pagedkv.threads import num_threads

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tir_kernels.cpu import amx
+from tir_kernels.cpu.isa.matrices import amx
 
 from ..support import tile_model
 

@@ -71,7 +71,7 @@ class FusedBatch(PagedBatch):
         self.before[page, :, :, offset] = np.nan
 
     def _slots(self, sequence: int, num_rows: int) -> np.ndarray:
-        page_ids = self.page_values[self.page_indptr[sequence] : self.page_indptr[sequence + 1]]
+        page_ids = self.page_ids[self.page_indptr[sequence] : self.page_indptr[sequence + 1]]
         page_size = self.spec.page_size
         slots = reference.sequence_slots(page_ids, self.last_page_len[sequence], page_size)
         return slots[len(slots) - num_rows :]
@@ -81,7 +81,7 @@ class FusedBatch(PagedBatch):
         pages = self.tensor(self.before)
         compiled("append_prefill", self.spec, cpu)(
             self.tensor(self.qkv),
-            *(self.tensor(x) for x in (self.q_indptr, self.rope_positions, self.written)),
+            *(self.tensor(x) for x in (self.query_indptr, self.rope_positions, self.written)),
             pages,
             *self._table(),
             self.o,

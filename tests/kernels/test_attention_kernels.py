@@ -214,13 +214,13 @@ def test_self_and_cross_merge_to_the_whole(seed):
     past.pages = whole.pages
     for b, length in enumerate(past_lens):
         first, end = whole.page_indptr[b : b + 2]
-        page_ids = whole.page_values[first:end]
+        page_ids = whole.page_ids[first:end]
         slots = reference.sequence_slots(page_ids, whole.last_page_len[b], spec.page_size)
         k, v = reference.gather_slots(whole.pages, slots)
         rows = slice(now.kv_indptr[b], now.kv_indptr[b + 1])
         now.k[rows], now.v[rows] = k[length:], v[length:]
         first, end = past.page_indptr[b : b + 2]
-        past.page_values[first:end] = page_ids[: end - first]
+        past.page_ids[first:end] = page_ids[: end - first]
     past.prefill(causal=False)
     now.prefill(causal=True)
     states = [x.numpy() for x in (now.o, now.lse, past.o, past.lse)]
@@ -241,9 +241,9 @@ def test_kernels_share_a_module_and_a_library(seed, tmp_path):
     library = tvm.runtime.load_module(str(path))
     for spec in specs:
         case = PagedBatch(spec, [(3, 20), (1, 1)], seed)
-        arrays = (case.page_indptr, case.page_values, case.last_page_len, case.k_offsets)
+        arrays = (case.page_indptr, case.page_ids, case.last_page_len, case.k_offsets)
         library[f"prefill_{spec.page_size}"](
-            *(tvm.runtime.tensor(x) for x in (case.q, case.q_indptr, case.pages, *arrays)),
+            *(tvm.runtime.tensor(x) for x in (case.q, case.query_indptr, case.pages, *arrays)),
             tvm.runtime.tensor(case.q_positions),
             case.o,
             case.lse,
@@ -261,7 +261,7 @@ def test_a_sequence_does_not_depend_on_its_batch(seed):
         alone = PagedBatch(spec, [(1, batch.kv_lens[b])], seed)
         alone.q, alone.pages = batch.q[b : b + 1], batch.pages
         first, end = batch.page_indptr[b : b + 2]
-        alone.page_values = batch.page_values[first:end]
+        alone.page_ids = batch.page_ids[first:end]
         alone.decode()
         np.testing.assert_allclose(alone.o.numpy()[0], batch.o.numpy()[b], atol=2e-6)
 
@@ -308,8 +308,8 @@ def test_softcap_is_accurate_for_every_size_of_logits():
 
 
 def _expected(case):
-    table = (case.page_indptr, case.page_values, case.last_page_len)
-    return reference.paged_attention(case.q, case.q_indptr, case.pages, *table, case.sm_scale)
+    table = (case.page_indptr, case.page_ids, case.last_page_len)
+    return reference.paged_attention(case.q, case.query_indptr, case.pages, *table, case.sm_scale)
 
 
 @pytest.mark.skipif("PAGEDKV_TEST_THREADS" in os.environ, reason="runs inside itself")

@@ -83,7 +83,7 @@ def test_blocks_are_their_positions(by_blocks, by_positions, spec):
     blocks.run()
     listed = by_positions(spec, [(3, 90), (1, 300)], 3, 1)
     listed.listed = blocks.positions[:, 0].astype(np.int32)
-    listed.q, listed.pages, listed.page_values = blocks.q, blocks.pages, blocks.page_values
+    listed.q, listed.pages, listed.page_ids = blocks.q, blocks.pages, blocks.page_ids
     listed.run()
     for one, other in zip(blocks.state(), listed.state(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -12,8 +12,8 @@ import re
 import pytest
 
 from tir_kernels import build_kernel
-from tir_kernels.cpu import packing, vnni
-from tir_kernels.cpu.components.code_blocks import has_code_blocks
+from tir_kernels.cpu.isa.bytes import packing, vnni
+from tir_kernels.cpu.rows.code_blocks import has_code_blocks
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import compile_kernel, resolve_target, vector_target
 

@@ -71,7 +71,7 @@ class LargePool:
         assert num_pages <= EXTRA_PAGES
         self.array[-num_pages:] = case.pages
         case.pages = self.array
-        case.page_values += np.int32(len(self.array) - num_pages)
+        case.page_ids += np.int32(len(self.array) - num_pages)
         place = case.tensor if hasattr(case, "tensor") else tensor
         case.tensor = lambda x: self.tensor if x is self.array else place(x)
 
@@ -246,12 +246,12 @@ def test_rows_of_a_step_beyond_the_limit():
     lse = np.zeros((num_rows, 4), np.float32)
     case = PagedBatch(spec, [(2, 40)], 0)
     q[-2:] = case.q
-    q_indptr = np.array([num_rows - 2, num_rows], np.int32)
+    query_indptr = np.array([num_rows - 2, num_rows], np.int32)
     q_positions = np.zeros(num_rows, np.int32)
-    table = [tensor(x) for x in (case.page_indptr, case.page_values, case.last_page_len)]
+    table = [tensor(x) for x in (case.page_indptr, case.page_ids, case.last_page_len)]
     compiled("prefill", spec)(
         tvm_ffi.from_dlpack(q),
-        tensor(q_indptr),
+        tensor(query_indptr),
         tensor(case.pages),
         *table,
         tensor(case.k_offsets),

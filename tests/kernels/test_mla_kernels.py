@@ -124,14 +124,15 @@ def test_absorbed_is_what_non_absorbed_is(spec, seed):
     k, v = (x.astype(spec.dtype) for x in reference.mla_expand(step, w_k, w_v))
     o = tensor(np.full((74, 6, 32), np.nan, spec.dtype))
     lse = tensor(np.full((74, 6), np.nan, np.float32))
-    q_indptr, zeros = tensor(case.q_indptr), np.zeros(74, np.int32)
+    query_indptr, zeros = tensor(case.query_indptr), np.zeros(74, np.int32)
     compiled("prefill_ragged", spec)(
-        tensor(q.astype(spec.dtype)), q_indptr, tensor(k), tensor(v), q_indptr, tensor(zeros),
+        tensor(q.astype(spec.dtype)), query_indptr, tensor(k), tensor(v), query_indptr,
+        tensor(zeros),
         tensor(zeros[:3]), o, lse, 1, 0, 1.0, 1e4, case.sm_scale,
     )  # fmt: skip
     compiled("merge", spec)(o, lse, tensor(past_o.astype(spec.dtype)), case.lse)
     for b, (n, kv) in enumerate(lengths):
-        slots, rows = case.slots(b), slice(*case.q_indptr[b : b + 2])
+        slots, rows = case.slots(b), slice(*case.query_indptr[b : b + 2])
         page = spec.page_size
         latent = np.concatenate([case.pages[slots // page, slots % page], step[rows]])
         k, v = reference.mla_expand(latent, w_k, w_v)

@@ -116,7 +116,7 @@ def test_the_kernels_of_layers_with_a_window():
     assert not {name for name in kernel_names(plain) if "sliding" in name}
     assert {"prefill_ragged_sliding", "tree_sliding"} <= set(kernel_names(with_rows))
     names = [parameter.name for parameter in build_kernel("mla_prefill_sliding", sliding).params]
-    assert names[-1] == "window" and "k_rope_pos_offset" not in names
+    assert names[-1] == "window" and "first_positions" not in names
     with pytest.raises(ValueError, match="the kernel takes no window, but WindowMask has one"):
         mla_prefill(plain, mask=WindowMask)
 

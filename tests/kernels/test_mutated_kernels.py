@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.components import rows as cpu_rows
-from tir_kernels.cpu.components import tree_mask
-from tir_kernels.cpu.simd import broadcast, load, temp
+from tir_kernels.cpu import worker as cpu_rows
+from tir_kernels.cpu.isa.simd import broadcast, load, temp
+from tir_kernels.cpu.tiles import tree_mask
 from tir_kernels.cuda.components import rows as cuda_rows
 from tir_kernels.cuda.components import tree as columns
 

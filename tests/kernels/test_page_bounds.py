@@ -37,7 +37,7 @@ class Case(PagedBatch):
         self.bounds = np.full(shape, np.nan, spec.dtype)
 
     def pages_of(self, b: int) -> np.ndarray:
-        return self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+        return self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
 
     def expected_bounds(self, b: int) -> np.ndarray:
         """The rows of `bounds` of the pages of a sequence."""
@@ -52,15 +52,15 @@ class Case(PagedBatch):
 def test_page_bounds(name, seed):
     spec = CASES[name]
     case = Case(spec, seed)
-    used = np.full(len(case.page_values), spec.page_size, np.int32)
+    used = np.full(len(case.page_ids), spec.page_size, np.int32)
     used[case.page_indptr[1:] - 1] = case.last_page_len
     asked = np.random.default_rng(seed).permutation(len(used))[: len(used) - 1]
     bounds = tensor(case.bounds)
-    arrays = pool_of(spec, case.pages), case.page_values[asked], used[asked]
+    arrays = pool_of(spec, case.pages), case.page_ids[asked], used[asked]
     compiled("page_bounds", spec)(*map(tensor, arrays), bounds)
     for b in range(len(LENGTHS)):
         case.bounds[case.pages_of(b)] = case.expected_bounds(b)
-    left_out = np.setdiff1d(np.arange(len(case.bounds)), case.page_values[asked])
+    left_out = np.setdiff1d(np.arange(len(case.bounds)), case.page_ids[asked])
     case.bounds[left_out] = np.nan
     np.testing.assert_array_equal(*(x.astype("float32") for x in (bounds.numpy(), case.bounds)))
 
@@ -74,7 +74,7 @@ def test_choose_pages(name, k, seed):
     for b in range(len(LENGTHS)):
         case.bounds[case.pages_of(b)] = case.expected_bounds(b)
     blocks = tensor(np.full((len(LENGTHS), spec.num_kv_heads, k), 77, np.int32))
-    arrays = case.q, case.bounds, case.page_indptr, case.page_values
+    arrays = case.q, case.bounds, case.page_indptr, case.page_ids
     compiled("choose_pages", spec)(*map(tensor, arrays), blocks)
     for b, chosen in enumerate(blocks.numpy()):
         bounds = np.split(case.bounds[case.pages_of(b)], 2, axis=-1)

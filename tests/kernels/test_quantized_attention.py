@@ -276,7 +276,7 @@ def test_rows_that_are_no_numbers_reach_only_those_that_see_them(codec, dtype, s
     whole.prefill()
     for plane in range(2):
         case = PagedBatch(spec, [(30, 50)], seed)
-        page = case.page_values[case.page_indptr[0] + 40 // spec.page_size]
+        page = case.page_ids[case.page_indptr[0] + 40 // spec.page_size]
         case.pages[page, plane, :, 40 % spec.page_size] = np.nan
         case.prefill()
         o = case.o.numpy().astype(np.float32)
@@ -295,7 +295,7 @@ def test_decode_of_rows_that_are_no_numbers(codec, dtype, seed):
     whole.decode()
     for plane in range(2):
         case = PagedBatch(spec, lengths, seed)
-        case.pages[case.page_values[2], plane, 3, 5] = np.nan  # of the first sequence
+        case.pages[case.page_ids[2], plane, 3, 5] = np.nan  # of the first sequence
         case.q[1, 9, 11] = np.nan
         case.decode()
         o, expected = (x.o.numpy().astype(np.float32) for x in (case, whole))

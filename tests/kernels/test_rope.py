@@ -8,8 +8,8 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
-from tir_kernels.cpu import simd
-from tir_kernels.cpu.cos_sin import CosSin
+from tir_kernels.cpu.isa import simd
+from tir_kernels.cpu.isa.cos_sin import CosSin
 from tir_kernels.semantics import rope as rope_module
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler import resolve_target

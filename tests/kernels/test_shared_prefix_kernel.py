@@ -86,12 +86,12 @@ class SharedBatch(AttentionCase):
         total = sum(num_rows) + 3
         pool = sum(num_pages) + SPARE_PAGES
         self.page_indptr, self.row_indptr = indptr(num_pages), indptr(num_rows)
-        self.page_values = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
+        self.page_ids = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
         self.row_ids = self.rng.permutation(total)[: sum(num_rows)].astype(np.int32)
         self.first_positions = (7 * np.arange(len(segments))).astype(np.int32)
         self.q_positions = self.rng.integers(0, 500, total).astype(np.int32)
         self.pages = random_pages(self.rng, pages_shape(pool, spec), spec)
-        unused = np.setdiff1d(np.arange(pool), self.page_values)
+        unused = np.setdiff1d(np.arange(pool), self.page_ids)
         self.pages[unused] = np.nan
         self.q = normal(self.rng, (total, spec.num_qo_heads, spec.qk_head_dim), spec.dtype)
         self.o = normal(self.rng, (*self.q.shape[:2], spec.v_head_dim), spec.dtype)
@@ -106,7 +106,7 @@ class SharedBatch(AttentionCase):
         tensor = self.tensor
         o, lse = tensor(self.o), tensor(self.lse)
         pages = pool_of(self.spec, self.pages)
-        table = [tensor(x) for x in (self.q, pages, self.page_indptr, self.page_values)]
+        table = [tensor(x) for x in (self.q, pages, self.page_indptr, self.page_ids)]
         rows = [tensor(x) for x in (self.row_indptr, self.row_ids)]
         if self.spec.kind == "mla":
             kernel = compiled("mla_prefill_shared", self.spec, cpu)
@@ -122,7 +122,7 @@ class SharedBatch(AttentionCase):
         """Return page ids, row ids and first position of each segment."""
         return [
             (
-                self.page_values[self.page_indptr[s] : self.page_indptr[s + 1]],
+                self.page_ids[self.page_indptr[s] : self.page_indptr[s + 1]],
                 self.row_ids[self.row_indptr[s] : self.row_indptr[s + 1]],
                 self.first_positions[s],
             )

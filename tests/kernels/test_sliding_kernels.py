@@ -93,7 +93,7 @@ def hide_with_nan(case: PagedBatch, window: int, slack: int) -> None:
     """NaN in all slots more than `slack` positions before what the first row of each sees."""
     page = case.spec.page_size
     for b, (num_rows, kv_len) in enumerate(zip(case.num_rows, case.kv_lens, strict=True)):
-        table = case.page_values[case.page_indptr[b] : case.page_indptr[b + 1]]
+        table = case.page_ids[case.page_indptr[b] : case.page_indptr[b + 1]]
         for position in range(max(0, kv_len - num_rows + 1 - window - slack)):
             case.pages[table[position // page], :, :, position % page] = np.nan
 

@@ -10,9 +10,9 @@ import tvm_ffi
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.attention.mla import SequenceTiles
-from tir_kernels.cpu.components.work import Queue, Splits
+from tir_kernels.cpu.isa.simd import import_llvm
 from tir_kernels.cpu.page_ops.arrays import match
-from tir_kernels.cpu.simd import import_llvm
+from tir_kernels.cpu.work import Queue, Splits
 from tir_kernels.define import target_attributes
 from tir_kernels.script import prim_func
 from tir_kernels.semantics.visibility import CausalMask
@@ -151,14 +151,14 @@ def cost_kernel(spec):
     ):
         """Tell the cost of all tiles of a sequence."""
         T.func_attr(target_attributes(on_cpu=True))
-        q_indptr = match(q_handle, (2,), "int32")
+        query_indptr = match(q_handle, (2,), "int32")
         page_indptr = match(pages_handle, (2,), "int32")
         lengths = match(lengths_handle, (1,), "int32")
         costs = match(o, (1,), "int64")
         a = T.meta_var(
             SimpleNamespace(
                 batch_size=T.int32(1),
-                q_indptr=q_indptr,
+                query_indptr=query_indptr,
                 page_indptr=page_indptr,
                 length_info=lengths,
                 mask=CausalMask(0),

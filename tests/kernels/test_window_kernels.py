@@ -59,7 +59,7 @@ class WindowBatch(PagedBatch):
         self.k_offsets[:] = np.where((self.begins == 0) & (backs == NO_LIMIT), 16, 0)
         positions = []
         for b, (num_rows, num_slots) in enumerate(zip(self.num_rows, self.kv_lens, strict=True)):
-            table = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+            table = self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
             for slot in range(self.sinks[b], min(self.begins[b], num_slots)):
                 self.pages[table[slot // spec.page_size], :, :, slot % spec.page_size] = np.nan
             end = num_slots - (self.begins[b] - self.sinks[b])
@@ -71,9 +71,9 @@ class WindowBatch(PagedBatch):
         return np.stack(rows[:num_rows]).astype(np.int32)
 
     def run(self, name: str, lengths: np.ndarray, inline: bool, causal=None, cpu="native"):
-        arrays = (self.page_indptr, self.page_values, lengths, self.k_offsets, self.q_positions)
+        arrays = (self.page_indptr, self.page_ids, lengths, self.k_offsets, self.q_positions)
         q = [self.tensor(self.q)] + (
-            [] if name.startswith("decode") else [self.tensor(self.q_indptr)]
+            [] if name.startswith("decode") else [self.tensor(self.query_indptr)]
         )
         compiled(name, self.spec, cpu)(
             *q, self.tensor(pool_of(self.spec, self.pages)), *(self.tensor(x) for x in arrays),
@@ -86,7 +86,7 @@ class WindowBatch(PagedBatch):
         rope, slopes = self.spec.rope, self.spec.alibi_slopes
         table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, dict(rope.scaling or ()))
         return reference_window.paged_attention(
-            self.q, self.q_indptr, self.pages, self.page_indptr, self.page_values,
+            self.q, self.query_indptr, self.pages, self.page_indptr, self.page_ids,
             self.length_rows(num_rows), self.sm_scale, causal=causal,
             inline=(table, self.q_positions, self.k_offsets) if inline else None,
             softcap=self.spec.logit_softcap,

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tir_kernels.cpu.simd import CACHE_LINE_BYTES, INTO_L1, INTO_L2
+from tir_kernels.cpu.isa.simd import CACHE_LINE_BYTES, INTO_L1, INTO_L2
 from tvm_pagedkv.compiler import vector_target
 from tvm_pagedkv_lm.formats.weight_formats import FORMATS
 from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear

@@ -117,7 +117,7 @@ def test_imports_follow_the_table(folder):
         ("config/new.py", "def f():\n    from ..engine import engine", "may not import engine"),
         ("engine/new.py", "from tvm_pagedkv.cache.kv_cache import KVCache", "not from its module"),
         ("model/new.py", "from tvm_pagedkv.compiler import sealed_file", "is not in __all__"),
-        ("model/new.py", "from tir_kernels.cpu.simd import load", "only kernels use parts"),
+        ("model/new.py", "from tir_kernels.cpu.isa.simd import load", "only kernels use parts"),
     ],
 )
 def test_a_wrong_import_is_found(file, statement, message):

@@ -13,10 +13,10 @@ from .rope import rotate
 
 def paged_attention(
     q,
-    q_indptr,
+    query_indptr,
     pages,
     page_indptr,
-    page_values,
+    page_ids,
     last_page_len,
     sm_scale,
     *,
@@ -33,11 +33,11 @@ def paged_attention(
 
     Parameters
     ----------
-    q : ``[T, Hq, D]``; q_indptr : ``[B + 1]``; pages : ``[P, 2, Hk, page, D]``
-    page_indptr, page_values, last_page_len : the page table, as the kernels take it.
+    q : ``[T, Hq, D]``; query_indptr : ``[B + 1]``; pages : ``[P, 2, Hk, page, D]``
+    page_indptr, page_ids, last_page_len : the page table, as the kernels take it.
     causal : bool
         Whether the rows are the last positions of the pages, or follow them.
-    inline : tuple (Rope, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
+    inline : tuple (Rope, query_positions ``[T]``, first_positions ``[B]``), optional
         Rotate Q and K here.
     window : int, optional
         As for `first_seen`.
@@ -46,33 +46,37 @@ def paged_attention(
     reach : ``[T]``, optional
         How many columns behind its own a row sees, where `causal`.
     softcap : float, optional
-    alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``, k_rope_pos_offset ``[B]``), optional
+    alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``, first_positions ``[B]``), optional
     v_width : int, optional
         Columns of a row that are V, if the pages hold wider ones; K has as many as `q`.
     """
     page_size = pages.shape[3]
     parts = []
-    for b in range(len(q_indptr) - 1):
-        page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
+    for b in range(len(query_indptr) - 1):
+        page_ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
         parts.append(gather_slots(pages, sequence_slots(page_ids, last_page_len[b], page_size)))
     k, v = (np.concatenate(rows) for rows in zip(*parts, strict=True))
     k, v = k[..., : q.shape[-1]], v[..., :v_width]
     kv_indptr = np.cumsum([0, *(len(rows) for rows, _ in parts)])
     return ragged_attention(
-        q, q_indptr, k, v, kv_indptr, sm_scale,
+        q, query_indptr, k, v, kv_indptr, sm_scale,
         causal=causal, inline=inline, window=window, k_offsets=k_offsets, reach=reach,
         softcap=softcap, alibi=alibi,
     )  # fmt: skip
 
 
 def ragged_attention(
-    q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None,
+    q, query_indptr, k, v, kv_indptr, sm_scale, *,
+    causal=True, inline=None, softcap=None, alibi=None,
     window=None, k_offsets=None, reach=None,
 ):  # fmt: skip
     """Do what `paged_attention` does, with K and V ``[S, Hk, D]`` by ``kv_indptr [B + 1]``."""
     outputs, lses = [], []
-    for b in range(len(q_indptr) - 1):
-        rows, columns = slice(q_indptr[b], q_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
+    for b in range(len(query_indptr) - 1):
+        rows, columns = (
+            slice(query_indptr[b], query_indptr[b + 1]),
+            slice(kv_indptr[b], kv_indptr[b + 1]),
+        )
         q_rows, k_rows = q[rows], k[columns]
         num_rows, kv_len = len(q_rows), len(k_rows)
         if inline is not None:
@@ -95,10 +99,10 @@ def ragged_attention(
 
 def mla_paged_attention(
     q,
-    q_indptr,
+    query_indptr,
     pages,
     page_indptr,
-    page_values,
+    page_ids,
     last_page_len,
     v_head_dim: int,
     sm_scale: float,
@@ -109,9 +113,9 @@ def mla_paged_attention(
     """Do what `paged_attention` does, with latent rows in ``pages [P, page, D]``."""
     outputs, lses = [], []
     page_size = pages.shape[1]
-    for b in range(len(q_indptr) - 1):
-        q_rows = q[q_indptr[b] : q_indptr[b + 1]]
-        page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
+    for b in range(len(query_indptr) - 1):
+        q_rows = q[query_indptr[b] : query_indptr[b + 1]]
+        page_ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
         slots = sequence_slots(page_ids, last_page_len[b], page_size)
         latent = pages[slots // page_size, slots % page_size]
         shape = len(q_rows), len(latent)

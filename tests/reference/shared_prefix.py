@@ -18,7 +18,7 @@ def shared_attention(
     q : ``[T, Hq, D]``; pages : ``[P, 2, Hk, page, D]``; o : ``[T, Hq, D]``; lse : ``[T, Hq]``
     segments : list of (page ids, row ids, position of the first slot)
         Every row of a segment sees all of its slots.
-    inline : tuple (Rope, q_rope_position ``[T]``), optional
+    inline : tuple (Rope, query_positions ``[T]``), optional
         Rotate Q and K here.
     softcap : float, optional
     alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``), optional

@@ -73,7 +73,7 @@ def attend(
 
 
 def paged_attention(
-    q, q_indptr, pages, page_indptr, page_values, length_rows, sm_scale,
+    q, query_indptr, pages, page_indptr, page_ids, length_rows, sm_scale,
     *, causal=True, inline=None, softcap=None, alibi=None,
 ):  # fmt: skip
     """Attention of a batch over its pages, with windows of sequences.
@@ -86,13 +86,13 @@ def paged_attention(
         (without it: all).
     causal : bool
         Whether the rows are the last slots of the pages, or follow them.
-    inline : tuple (Rope, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
+    inline : tuple (Rope, query_positions ``[T]``, first_positions ``[B]``), optional
         Rotate Q and K here. Rows of a chunk that is longer than the window are numbered through;
         each stands behind what it sees, so at most at the size of the window.
-    alibi : tuple (slopes, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
+    alibi : tuple (slopes, query_positions ``[T]``, first_positions ``[B]``), optional
     others : as `reference.paged_attention`
     """
-    nowhere = None, np.zeros(len(q), int), np.zeros(len(q_indptr) - 1, int)
+    nowhere = None, np.zeros(len(q), int), np.zeros(len(query_indptr) - 1, int)
     rope, q_positions, k_offsets = inline or nowhere
     if alibi is not None:
         slopes, q_positions, k_offsets = alibi
@@ -100,9 +100,9 @@ def paged_attention(
         slopes = None
     outputs, lses = [], []
     last, begins, sinks = length_rows[:3]
-    for b in range(len(q_indptr) - 1):
-        rows = slice(q_indptr[b], q_indptr[b + 1])
-        page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
+    for b in range(len(query_indptr) - 1):
+        rows = slice(query_indptr[b], query_indptr[b + 1])
+        page_ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
         k, v = gather_slots(pages, sequence_slots(page_ids, last[b], pages.shape[3]))
         num_rows, num_slots = rows.stop - rows.start, len(k)
         most = int(length_rows[3][b]) if len(length_rows) == 4 else 2**30

@@ -256,13 +256,13 @@ def test_constant_loads_of_what_kernels_write_are_refused(kernel, spec, declared
 def test_arguments_of_constant_loads_are_told(codes):
     """Those that the host copies before a step may be loaded so."""
     assert codes["merge"].constant_arguments == ()
-    assert set(codes["prefill"].constant_arguments) >= {"q_indptr", "page_values"}
+    assert set(codes["prefill"].constant_arguments) >= {"query_indptr", "page_ids"}
 
 
 def test_constant_loads_of_other_arguments_are_refused(codes):
     from cuda_gate_rules import failures
 
-    wrong = replace(codes["prefill"], constant_arguments=("page_values", "pages", "lse"))
+    wrong = replace(codes["prefill"], constant_arguments=("page_ids", "pages", "lse"))
     (line,) = (x for x in failures("prefill", SPEC, [wrong, codes["prefill_1"]]))
     assert "reads what kernels write by constant loads: lse, pages" in line
 

@@ -200,7 +200,7 @@ class Batch(AttentionCase):
         self.spec, self.rng = spec, np.random.default_rng(seed)
         self.tensor = tensors_for(spec)
         self.num_rows, self.kv_lens = (list(x) for x in zip(*lengths, strict=True))
-        self.q_indptr = indptr(self.num_rows)
+        self.query_indptr = indptr(self.num_rows)
         shape = (sum(self.num_rows), spec.num_qo_heads)
         self.q = normal(self.rng, (*shape, spec.qk_head_dim), spec.dtype)
         self.k_offsets = (K_ROPE_STEP * np.arange(len(lengths))).astype(np.int32)
@@ -240,7 +240,7 @@ class PagedBatch(Batch):
         num_pages = [-(-kv // page) for kv in self.kv_lens]
         pool = sum(num_pages) + SPARE_PAGES
         self.page_indptr = indptr(num_pages)
-        self.page_values = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
+        self.page_ids = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
         self.last_page_len = np.array(
             [kv - max(n - 1, 0) * page for kv, n in zip(self.kv_lens, num_pages, strict=True)],
             np.int32,
@@ -249,13 +249,13 @@ class PagedBatch(Batch):
         self.pages = random_pages(self.rng, shape, spec)
         used = np.zeros((pool, page), bool)
         for b in range(len(lengths)):
-            page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+            page_ids = self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
             slots = reference.sequence_slots(page_ids, self.last_page_len[b], page)
             used[slots // page, slots % page] = True
         self.pages[~np.broadcast_to(used[:, None, None, :, None], shape)] = np.nan
 
     def _table(self) -> list:
-        arrays = (self.page_indptr, self.page_values, self.last_page_len, self.k_offsets)
+        arrays = (self.page_indptr, self.page_ids, self.last_page_len, self.k_offsets)
         return [self.tensor(x) for x in (*arrays, self.q_positions)]
 
     def decode(self, cpu: str = "native", inline: bool = False, window=None) -> None:
@@ -280,17 +280,17 @@ class PagedBatch(Batch):
         outputs = [self.o, self.lse, *self.scalars(causal=causal, inline=inline)]
         outputs += [] if reach is None else [self.tensor(reach)]
         outputs += self.last_arguments(window)
-        q = (self.tensor(self.q), self.tensor(self.q_indptr))
+        q = (self.tensor(self.q), self.tensor(self.query_indptr))
         kernel(*q, self.tensor(pool_of(self.spec, self.pages)), *self._table(), *outputs)
 
     def expected(self, causal: bool = True, inline: bool = False, window=None, reach=None):
         """Return the reference's `(o, lse)`."""
         return reference.paged_attention(
             self.q,
-            self.q_indptr,
+            self.query_indptr,
             self.pages,
             self.page_indptr,
-            self.page_values,
+            self.page_ids,
             self.last_page_len,
             self.sm_scale,
             causal=causal,
@@ -319,7 +319,7 @@ class RaggedBatch(Batch):
     ) -> None:
         """Run `prefill_ragged`, or with a window `prefill_ragged_sliding`."""
         name = "prefill_ragged" if window is None else "prefill_ragged_sliding"
-        arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr)
+        arrays = (self.q, self.query_indptr, self.k, self.v, self.kv_indptr)
         arrays = [self.tensor(x) for x in (*arrays, self.q_positions, self.k_offsets)]
         scalars = self.scalars(causal=causal, inline=inline)
         scalars += self.last_arguments(window)
@@ -333,7 +333,7 @@ class RaggedBatch(Batch):
         """Return the reference's `(o, lse)`."""
         return reference.ragged_attention(
             self.q,
-            self.q_indptr,
+            self.query_indptr,
             self.k,
             self.v,
             self.kv_indptr,

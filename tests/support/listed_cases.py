@@ -52,11 +52,11 @@ def listed_case(case: type) -> type:
             return self.listed[:, None]
 
         def sequence_slots(self, b: int) -> np.ndarray:
-            page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+            page_ids = self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
             return reference.sequence_slots(page_ids, self.last_page_len[b], self.spec.page_size)
 
         def rows_of(self, b: int) -> range:
-            return range(self.q_indptr[b], self.q_indptr[b + 1])
+            return range(self.query_indptr[b], self.query_indptr[b + 1])
 
         def _forget_unlisted(self) -> None:
             """Let what no row sees be NaN."""
@@ -78,9 +78,9 @@ def listed_case(case: type) -> type:
         def run(self, cpu: str = "native") -> None:
             """Run the kernel."""
             pages = self.tensor(pool_of(self.spec, self.pages))
-            table = (self.page_indptr, self.page_values, self.last_page_len, self.listed)
+            table = (self.page_indptr, self.page_ids, self.last_page_len, self.listed)
             compiled(self.kernel, self.spec, cpu)(
-                *(self.tensor(self.q), self.tensor(self.q_indptr), pages),
+                *(self.tensor(self.q), self.tensor(self.query_indptr), pages),
                 *(self.tensor(x) for x in table),
                 *(self.o, self.lse, self.sm_scale, *self.sizes, *self.last_arguments()),
             )

@@ -68,8 +68,8 @@ class LatentBatch(AttentionCase):
         page = spec.page_size
         num_pages = [-(-kv // page) for kv in self.kv_lens]
         pool = sum(num_pages) + SPARE_PAGES
-        self.q_indptr, self.page_indptr = indptr(self.num_rows), indptr(num_pages)
-        self.page_values = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
+        self.query_indptr, self.page_indptr = indptr(self.num_rows), indptr(num_pages)
+        self.page_ids = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
         self.last_page_len = np.array(
             [kv - max(n - 1, 0) * page for kv, n in zip(self.kv_lens, num_pages, strict=True)],
             np.int32,
@@ -87,17 +87,17 @@ class LatentBatch(AttentionCase):
 
     def slots(self, b: int) -> np.ndarray:
         """Slots of a sequence, in order of position."""
-        page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+        page_ids = self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
         return reference.sequence_slots(page_ids, self.last_page_len[b], self.spec.page_size)
 
     def run(self, causal: bool = True, cpu: str = "native", window: int | None = None) -> None:
         """Run `mla_prefill`, or with a window `mla_prefill_sliding`."""
-        table = (self.page_indptr, self.page_values, self.last_page_len)
+        table = (self.page_indptr, self.page_ids, self.last_page_len)
         name = "mla_prefill" if window is None else "mla_prefill_sliding"
         compiled(name, self.spec, cpu)(
             *(
                 self.tensor(x)
-                for x in (self.q, self.q_indptr, pool_of(self.spec, self.pages), *table)
+                for x in (self.q, self.query_indptr, pool_of(self.spec, self.pages), *table)
             ),
             self.o,
             self.lse,
@@ -110,10 +110,10 @@ class LatentBatch(AttentionCase):
         """Return the reference's `(o, lse)`."""
         return reference.mla_paged_attention(
             self.q,
-            self.q_indptr,
+            self.query_indptr,
             self.pages,
             self.page_indptr,
-            self.page_values,
+            self.page_ids,
             self.last_page_len,
             self.spec.v_head_dim,
             self.sm_scale,

@@ -174,10 +174,10 @@ def check_rope_append(
     num_rows, num_pages = len(qkv), pages_for(spec, len(qkv))
     slots = shuffled_slots(rng, spec, num_rows, num_pages)
     slots[2::7] = -1
-    q_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    query_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     q, k, v = np.split(qkv, [spec.num_qo_heads, spec.num_qo_heads + spec.num_kv_heads], axis=1)
     if apply_rope:
-        parts = [slice(a, b) for a, b in itertools.pairwise(q_indptr) if a < b]
+        parts = [slice(a, b) for a, b in itertools.pairwise(query_indptr) if a < b]
         q, k = (
             np.concatenate([reference.rotate(x[p], positions[p], rope) for p in parts])
             if parts
@@ -194,7 +194,7 @@ def check_rope_append(
         factors = [tensor(np.array(both, np.float32))]
     compiled("rope_append", spec, cpu)(
         tensor(qkv),
-        tensor(q_indptr, 3),
+        tensor(query_indptr, 3),
         tensor(positions, 2),
         tensor(slots, 7),
         q_out,

@@ -55,44 +55,44 @@ def split_rotary(qkv, positions, q, k, v, apply_rope):
     v[...] = qkv[:, num_qo_heads + num_kv_heads :]
 
 
-def rope_append(qkv, q_indptr, positions, position_map, q, pages, apply_rope):
+def rope_append(qkv, query_indptr, positions, position_map, q, pages, apply_rope):
     qkv = view(qkv)
     num_qo_heads, num_kv_heads = view(q).shape[1], view(pages).shape[2]
     k = tvm.runtime.tensor(qkv[:, num_qo_heads : num_qo_heads + num_kv_heads].copy())
     v = tvm.runtime.tensor(qkv[:, num_qo_heads + num_kv_heads :].copy())
-    assert view(q_indptr)[-1] == len(qkv)
+    assert view(query_indptr)[-1] == len(qkv)
     split_rotary(tvm.runtime.tensor(qkv.copy()), positions, q, k, v, apply_rope)
     transpose_append(pages, k, v, position_map)
 
 
 def append_prefill(
-    qkv, q_indptr, rope_positions, position_map, pages, page_indptr, page_values, length_info,
+    qkv, query_indptr, rope_positions, position_map, pages, page_indptr, page_ids, length_info,
     k_offsets, q_positions, o, lse, apply_rope, sm_scale,
 ):  # fmt: skip
     q = tvm.runtime.tensor(np.zeros_like(view(o)))
-    rope_append(qkv, q_indptr, rope_positions, position_map, q, pages, apply_rope)
+    rope_append(qkv, query_indptr, rope_positions, position_map, q, pages, apply_rope)
     prefill(
-        q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+        q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
         1, 0, 1.0, 1e4, sm_scale,
     )  # fmt: skip
 
 
 def prefill(
-    q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+    q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
     causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None, *, softcap=None,
     slopes=None,
 ):  # fmt: skip
     dim, alibi = view(q).shape[2], _alibi(slopes, q_positions, k_offsets)
-    lengths = view(length_info).reshape(-1, len(view(q_indptr)) - 1)
+    lengths = view(length_info).reshape(-1, len(view(query_indptr)) - 1)
     if len(lengths) > 1:
         view(o)[...], view(lse)[...] = reference_window.paged_attention(
-            view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values), lengths,
+            view(q), view(query_indptr), view(pages), view(page_indptr), view(page_ids), lengths,
             sm_scale, causal=bool(causal), softcap=softcap, alibi=alibi,
             inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
         )  # fmt: skip
         return
     view(o)[...], view(lse)[...] = reference.paged_attention(
-        view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
+        view(q), view(query_indptr), view(pages), view(page_indptr), view(page_ids),
         view(length_info), sm_scale, causal=bool(causal), window=window, k_offsets=view(k_offsets),
         softcap=softcap, alibi=alibi,
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
@@ -100,7 +100,7 @@ def prefill(
 
 
 def decode(
-    q, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+    q, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
     rotary_mode, rope_scale, rope_theta, sm_scale, window=None, **extras,
 ):  # fmt: skip
     indptr = tvm.runtime.tensor(np.arange(len(view(q)) + 1, dtype="int32"))
@@ -112,15 +112,13 @@ def decode(
         kv_lens = np.where(num_pages > 0, (num_pages - 1) * page_size + view(length_info), 0)
         is_past = bool((view(q_positions) - view(k_offsets) >= kv_lens).all())
     prefill(
-        q, indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+        q, indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
         int(not is_past), rotary_mode, rope_scale, rope_theta, sm_scale, window, **extras,
     )  # fmt: skip
 
 
-def _segments(page_indptr, page_values, row_indptr, row_ids, first_positions, first, last):
-    pages, page_ids, starts, rows = (
-        view(x) for x in (page_indptr, page_values, row_indptr, row_ids)
-    )
+def _segments(page_indptr, page_ids, row_indptr, row_ids, first_positions, first, last):
+    pages, page_ids, starts, rows = (view(x) for x in (page_indptr, page_ids, row_indptr, row_ids))
     return [
         (
             page_ids[pages[s] : pages[s + 1]],
@@ -132,13 +130,11 @@ def _segments(page_indptr, page_values, row_indptr, row_ids, first_positions, fi
 
 
 def prefill_shared(
-    q, pages, page_indptr, page_values, first_positions, row_indptr, row_ids, q_positions, o, lse,
+    q, pages, page_indptr, page_ids, first_positions, row_indptr, row_ids, q_positions, o, lse,
     first, last, rotary_mode, rope_scale, rope_theta, sm_scale, *, softcap=None, slopes=None,
 ):  # fmt: skip
     rope = _rope(rope_theta, view(q).shape[2], rope_scale)
-    segments = _segments(
-        page_indptr, page_values, row_indptr, row_ids, first_positions, first, last
-    )
+    segments = _segments(page_indptr, page_ids, row_indptr, row_ids, first_positions, first, last)
     view(o)[...], view(lse)[...] = shared_attention(
         view(q), view(pages), segments, view(o), view(lse), sm_scale, softcap=softcap,
         inline=(rope, view(q_positions)) if rotary_mode else None,
@@ -147,22 +143,22 @@ def prefill_shared(
 
 
 def mla_prefill_shared(
-    q, pages, page_indptr, page_values, row_indptr, row_ids, o, lse, first, last, sm_scale
+    q, pages, page_indptr, page_ids, row_indptr, row_ids, o, lse, first, last, sm_scale
 ):
-    segments = _segments(page_indptr, page_values, row_indptr, row_ids, None, first, last)
+    segments = _segments(page_indptr, page_ids, row_indptr, row_ids, None, first, last)
     view(o)[...], view(lse)[...] = shared_latent_attention(
         view(q), view(pages), segments, view(o), view(lse), sm_scale
     )
 
 
 def prefill_ragged(
-    q, q_indptr, k, v, kv_indptr, q_positions, k_offsets, o, lse,
+    q, query_indptr, k, v, kv_indptr, q_positions, k_offsets, o, lse,
     causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None, *, softcap=None,
     slopes=None,
 ):  # fmt: skip
     dim = view(q).shape[2]
     view(o)[...], view(lse)[...] = reference.ragged_attention(
-        view(q), view(q_indptr), view(k), view(v), view(kv_indptr), sm_scale,
+        view(q), view(query_indptr), view(k), view(v), view(kv_indptr), sm_scale,
         causal=bool(causal), window=window, k_offsets=view(k_offsets), softcap=softcap,
         alibi=_alibi(slopes, q_positions, k_offsets),
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
@@ -195,10 +191,20 @@ def transpose_append_mla(pages, kv, position_map):
 
 
 def mla_prefill(
-    q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, causal, sm_scale, window=None
+    q,
+    query_indptr,
+    pages,
+    page_indptr,
+    page_ids,
+    length_info,
+    o,
+    lse,
+    causal,
+    sm_scale,
+    window=None,
 ):
     view(o)[...], view(lse)[...] = reference.mla_paged_attention(
-        view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
+        view(q), view(query_indptr), view(pages), view(page_indptr), view(page_ids),
         view(length_info), view(o).shape[2], sm_scale, causal=bool(causal), window=window,
     )  # fmt: skip
 

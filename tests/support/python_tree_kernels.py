@@ -42,17 +42,17 @@ class _Tree:
 
 
 def _attend(
-    q, q_indptr, o, lse, order, kv_of: Callable, sm_scale, adjust: Callable, softcap=None,
+    q, query_indptr, o, lse, order, kv_of: Callable, sm_scale, adjust: Callable, softcap=None,
     slopes=None,
 ) -> None:  # fmt: skip
     """``kv_of(b)`` gives K and V of a sequence.
 
     ``adjust(b, rows, tree, q, k)`` rotates q and k, and gives the positions of both.
     """
-    q, q_indptr = view(q), view(q_indptr)
+    q, query_indptr = view(q), view(query_indptr)
     order_indptr, order = view(order[0]), view(order[1])
-    for b in range(len(q_indptr) - 1):
-        rows = slice(q_indptr[b], q_indptr[b + 1])
+    for b in range(len(query_indptr) - 1):
+        rows = slice(query_indptr[b], query_indptr[b + 1])
         k, v = kv_of(b)
         tree = _Tree(order[order_indptr[b] : order_indptr[b + 1]], len(q[rows]), len(k))
         q_rows, k, *positions = adjust(b, rows, tree, q[rows], k)
@@ -63,7 +63,7 @@ def _attend(
 
 
 def tree_paged(
-    q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+    q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
     rotary_mode, rope_scale, rope_theta, sm_scale, order_indptr, order, window=None, **extras,
 ):  # fmt: skip
     q_positions, k_offsets, width = view(q_positions), view(k_offsets), view(q).shape[2]
@@ -79,20 +79,20 @@ def tree_paged(
         return q_rows, k, q_positions[rows], positions
 
     def kv_of(b):
-        slots = _slots(b, page_indptr, page_values, length_info, view(pages).shape[3])
+        slots = _slots(b, page_indptr, page_ids, length_info, view(pages).shape[3])
         return reference.gather_slots(view(pages), slots)
 
-    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust, **extras)
+    _attend(q, query_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust, **extras)
 
 
-def _slots(b, page_indptr, page_values, length_info, page_size):
+def _slots(b, page_indptr, page_ids, length_info, page_size):
     indptr = view(page_indptr)
-    page_ids = view(page_values)[indptr[b] : indptr[b + 1]]
+    page_ids = view(page_ids)[indptr[b] : indptr[b + 1]]
     return reference.sequence_slots(page_ids, view(length_info)[b], page_size)
 
 
 def tree(
-    q, q_indptr, k, v, kv_indptr, q_positions, order_indptr, order, o, lse,
+    q, query_indptr, k, v, kv_indptr, q_positions, order_indptr, order, o, lse,
     rotary_mode, rope_scale, rope_theta, sm_scale, window=None, **extras,
 ):  # fmt: skip
     kv_indptr, q_positions, width = view(kv_indptr), view(q_positions), view(q).shape[2]
@@ -112,25 +112,25 @@ def tree(
         columns = slice(kv_indptr[b], kv_indptr[b + 1])
         return view(k)[columns], view(v)[columns]
 
-    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust, **extras)
+    _attend(q, query_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust, **extras)
 
 
 def mla_tree(
-    q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, sm_scale,
+    q, query_indptr, pages, page_indptr, page_ids, length_info, o, lse, sm_scale,
     order_indptr, order, adjust=lambda b, rows, tree, q_rows, k: (q_rows, k),
 ):  # fmt: skip
     pages, width = view(pages), view(o).shape[2]
 
     def kv_of(b):
-        slots = _slots(b, page_indptr, page_values, length_info, pages.shape[1])
+        slots = _slots(b, page_indptr, page_ids, length_info, pages.shape[1])
         k = pages[slots // pages.shape[1], slots % pages.shape[1]][:, None]
         return k, k[..., :width]
 
-    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust)
+    _attend(q, query_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust)
 
 
 def mla_tree_sliding(
-    q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+    q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
     sm_scale, order_indptr, order, window,
 ):  # fmt: skip
     q_positions, k_offsets = view(q_positions), view(k_offsets)
@@ -141,7 +141,7 @@ def mla_tree_sliding(
         return q_rows, k
 
     mla_tree(
-        q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, sm_scale, order_indptr,
+        q, query_indptr, pages, page_indptr, page_ids, length_info, o, lse, sm_scale, order_indptr,
         order, hide,
     )  # fmt: skip
 

@@ -61,7 +61,7 @@ class _Trees:
         """Return the reference's o and lse; ``self.kv(b)`` gives a sequence's K and V."""
         states = []
         for b in range(len(self.parents)):
-            rows = slice(self.q_indptr[b], self.q_indptr[b + 1])
+            rows = slice(self.query_indptr[b], self.query_indptr[b + 1])
             q, (k, v) = self.q[rows], self.kv(b)
             if inline:
                 rope = self.reference_rope(True)[0]
@@ -93,7 +93,7 @@ class PagedTrees(_Trees, PagedBatch):
         """Run `tree_paged`, or with a window `tree_paged_sliding`."""
         arrays = (
             self.tensor(self.q),
-            self.tensor(self.q_indptr),
+            self.tensor(self.query_indptr),
             self.tensor(pool_of(self.spec, self.pages)),
             *self._table(),
         )
@@ -105,7 +105,7 @@ class PagedTrees(_Trees, PagedBatch):
 
     def kv(self, b: int):
         """K and V of a sequence."""
-        page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+        page_ids = self.page_ids[self.page_indptr[b] : self.page_indptr[b + 1]]
         slots = reference.sequence_slots(page_ids, self.last_page_len[b], self.spec.page_size)
         return reference.gather_slots(self.pages, slots)
 
@@ -124,7 +124,7 @@ class RaggedTrees(_Trees, RaggedBatch):
 
     def run(self, cpu: str = "native", inline: bool = False, window=None) -> None:
         """Run `tree`, or with a window `tree_sliding`."""
-        arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr, self.q_positions)
+        arrays = (self.q, self.query_indptr, self.k, self.v, self.kv_indptr, self.q_positions)
         arrays = [self.tensor(x) for x in (*arrays, self.order_indptr, self.order)]
         scalars = [*self.scalars(causal=None, inline=inline)]
         scalars += self.last_arguments(window)
@@ -147,13 +147,13 @@ class LatentTrees(_Trees, LatentBatch):
 
     def run(self, cpu: str = "native", window: int | None = None) -> None:
         """Run `mla_tree`, or with a window `mla_tree_sliding`."""
-        table = [self.page_indptr, self.page_values, self.last_page_len]
+        table = [self.page_indptr, self.page_ids, self.last_page_len]
         table += [] if window is None else [self.k_offsets, self.q_positions]
         name = "mla_tree" if window is None else "mla_tree_sliding"
         compiled(name, self.spec, cpu)(
             *(
                 self.tensor(x)
-                for x in (self.q, self.q_indptr, pool_of(self.spec, self.pages), *table)
+                for x in (self.q, self.query_indptr, pool_of(self.spec, self.pages), *table)
             ),
             self.o,
             self.lse,

@@ -28,7 +28,7 @@ from ..targets import components_of
 def transpose_append(spec: KernelSpec):
     """Build the kernel that writes K and V rows to their slots.
 
-    Arguments: pages, k ``[T, Hk, Dqk]``, v ``[T, Hk, Dv]``, position_map int32 ``[T]`` (slots; a
+    Arguments: pages, k ``[T, Hk, Dqk]``, v ``[T, Hk, Dv]``, slots int32 ``[T]`` (a
     negative one: do not write); static scales: also float32 ``[2, Hk]``, those of K and of V.
     """
     num_heads, page_size = spec.num_kv_heads, spec.page_size
@@ -39,7 +39,7 @@ def transpose_append(spec: KernelSpec):
         var_pages: T.handle,
         var_k: T.handle,
         var_v: T.handle,
-        var_position_map: T.handle,
+        var_slots: T.handle,
         var_kv_scales: T.handle,
     ):
         T.func_attr(attributes(spec))
@@ -47,7 +47,7 @@ def transpose_append(spec: KernelSpec):
         pages = match_pages(var_pages, num_pages, spec)
         k = match_rows(var_k, n, num_heads, spec.qk_head_dim)
         v = match_rows(var_v, n, num_heads, spec.v_head_dim)
-        position_map = match_int32(var_position_map, n)
+        slots = match_int32(var_slots, n)
         if spec.static_scales:
             scales = match_float32(var_kv_scales, 2, num_heads)
         else:
@@ -57,7 +57,7 @@ def transpose_append(spec: KernelSpec):
         k_rows = c.RowCopy(worker, k, rows_of(stored, K_PLANE), scales)
         v_rows = c.RowCopy(worker, v, rows_of(stored, V_PLANE), scales)
         for row in worker.items(n, 2 * num_heads * _copied_bytes(spec)):
-            slot = position_map[row]
+            slot = slots[row]
             if slot >= 0:
                 page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
                 for h in k_rows.rows(num_heads):
@@ -71,24 +71,24 @@ def transpose_append(spec: KernelSpec):
 def transpose_append_mla(spec: KernelSpec):
     """Build the kernel that writes latent rows to their slots.
 
-    Arguments: pages ``[P, page, D]``, kv ``[T, D]``, position_map int32 ``[T]`` (slots; a negative
+    Arguments: pages ``[P, page, D]``, kv ``[T, D]``, slots int32 ``[T]`` (a negative
     one: do not write).
     """
     width, page_size = spec.qk_head_dim, spec.page_size
     c, match_rows = components_of(spec), row_matcher(spec)
 
     @prim_func
-    def transpose_append_mla(var_pages: T.handle, var_kv: T.handle, var_position_map: T.handle):
+    def transpose_append_mla(var_pages: T.handle, var_kv: T.handle, var_slots: T.handle):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
         kv = match_rows(var_kv, n, width)
-        position_map = match_int32(var_position_map, n)
+        slots = match_int32(var_slots, n)
         stored = T.meta_var(view_pages(pages, spec))
         worker = c.Worker(spec)
         rows = c.RowCopy(worker, kv, stored)
         for row in worker.items(n, _copied_bytes(spec)):
-            slot = position_map[row]
+            slot = slots[row]
             if slot >= 0:
                 page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
                 for _ in rows.rows(1):
@@ -100,7 +100,7 @@ def transpose_append_mla(spec: KernelSpec):
 def split_rotary(spec: KernelSpec):
     """Build the kernel that splits fused rows and rotates Q and K.
 
-    Arguments: qkv, see `match_fused`, position_map int32 ``[T]`` (positions), q ``[T, Hq, Dqk]``,
+    Arguments: qkv, see `match_fused`, positions int32 ``[T]``, q ``[T, Hq, Dqk]``,
     k ``[T, Hk, Dqk]``, v ``[T, Hk, Dv]``, apply_rope int64. longrope: in place of the last one,
     float32 ``[rotary_dim]``, the long factors, then the short ones. Without a table of sequences
     their lengths are not known: the largest position of the call chooses the factors of all rows.
@@ -113,7 +113,7 @@ def split_rotary(spec: KernelSpec):
     @prim_func(absent=("apply_rope",) if is_longrope else ("var_ext_factors",))
     def split_rotary(
         var_qkv: T.handle,
-        var_position_map: T.handle,
+        var_positions: T.handle,
         var_q: T.handle,
         var_k: T.handle,
         var_v: T.handle,
@@ -123,7 +123,7 @@ def split_rotary(spec: KernelSpec):
         T.func_attr(attributes(spec))
         n = T.int64()
         qkv = match_fused(var_qkv, n, spec)
-        position_map = match_int32(var_position_map, n)
+        positions = match_int32(var_positions, n)
         q = match_rows(var_q, n, num_qo_heads, head_dim)
         k = match_rows(var_k, n, num_kv_heads, head_dim)
         v = match_rows(var_v, n, num_kv_heads, spec.v_head_dim)
@@ -136,7 +136,7 @@ def split_rotary(spec: KernelSpec):
         q_rows, k_rows = c.RowRotation(worker, qk_heads, q), c.RowRotation(worker, qk_heads, k)
         v_rows = c.RowCopy(worker, v_heads, v)
         if is_longrope:
-            last_position = T.meta_var(worker.largest(position_map, n))
+            last_position = T.meta_var(worker.largest(positions, n))
             is_rotated = T.meta_var(True)
         else:
             last_position = T.meta_var(None)
@@ -144,7 +144,7 @@ def split_rotary(spec: KernelSpec):
         for row in worker.items(n, num_heads * _copied_bytes(spec)):
             cos_sin = c.CosSin(worker, ext_factors)
             if is_rotated:
-                cos_sin.fill(position_map[row], last_position)
+                cos_sin.fill(positions[row], last_position)
             for h in q_rows.rows(num_qo_heads):
                 q_rows.write(cos_sin, is_rotated, (row, h), (row, h))
             for h in k_rows.rows(num_kv_heads):
@@ -158,9 +158,9 @@ def split_rotary(spec: KernelSpec):
 def rope_append(spec: KernelSpec):
     """Build the kernel that splits fused rows, rotates, and writes K and V to the pages.
 
-    Arguments: qkv, see `match_fused`, q_indptr int32 ``[B + 1]``, q_rope_position int32 ``[T]``,
-    position_map int32 ``[T]`` (slots; a negative one: do not write K and V), q ``[T, Hq, Dqk]``,
-    pages, apply_rope int64; longrope: also float32 ``[rotary_dim]``, the long factors, then the
+    Arguments: qkv, see `match_fused`, query_indptr int32 ``[B + 1]``, query_positions int32
+    ``[T]``, slots int32 ``[T]`` (a negative one: do not write K and V), q ``[T, Hq, Dqk]``, pages,
+    apply_rope int64; longrope: also float32 ``[rotary_dim]``, the long factors, then the
     short ones; static scales: also float32 ``[2, Hk]``.
     """
     num_qo_heads, num_kv_heads, head_dim = spec.num_qo_heads, spec.num_kv_heads, spec.qk_head_dim
@@ -171,9 +171,9 @@ def rope_append(spec: KernelSpec):
     @prim_func(absent=spec.without_scales | (set() if is_longrope else {"var_ext_factors"}))
     def rope_append(
         var_qkv: T.handle,
-        var_q_indptr: T.handle,
-        var_q_rope_position: T.handle,
-        var_position_map: T.handle,
+        var_query_indptr: T.handle,
+        var_query_positions: T.handle,
+        var_slots: T.handle,
         var_q: T.handle,
         var_pages: T.handle,
         apply_rope: T.int64,
@@ -183,9 +183,9 @@ def rope_append(spec: KernelSpec):
         T.func_attr(attributes(spec))
         num_pages, num_starts, n = T.int32(), T.int64(), T.int64()
         qkv = match_fused(var_qkv, n, spec)
-        q_indptr = match_int32(var_q_indptr, num_starts)
-        q_rope_position = match_int32(var_q_rope_position, n)
-        position_map = match_int32(var_position_map, n)
+        query_indptr = match_int32(var_query_indptr, num_starts)
+        query_positions = match_int32(var_query_positions, n)
+        slots = match_int32(var_slots, n)
         q = match_rows(var_q, n, num_qo_heads, head_dim)
         pages = match_pages(var_pages, num_pages, spec)
         if is_longrope:
@@ -210,16 +210,16 @@ def rope_append(spec: KernelSpec):
                 low, high = 0, T.cast(num_starts, "int32") - 1
                 while high - low > 1:  # the sequence whose rows begin at or before this one
                     middle = (low + high) // 2
-                    if T.cast(q_indptr[middle], "int64") <= row:
+                    if T.cast(query_indptr[middle], "int64") <= row:
                         low = middle
                     else:
                         high = middle
-                last_position = q_rope_position[q_indptr[low + 1] - 1]
+                last_position = query_positions[query_indptr[low + 1] - 1]
             if is_rotated:
-                cos_sin.fill(q_rope_position[row], last_position)
+                cos_sin.fill(query_positions[row], last_position)
             for h in q_rows.rows(num_qo_heads):
                 q_rows.write(cos_sin, is_rotated, (row, h), (row, h))
-            slot = position_map[row]
+            slot = slots[row]
             if slot >= 0:
                 page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
                 for h in k_rows.rows(num_kv_heads):

@@ -128,7 +128,7 @@ def compact_copy(spec: KernelSpec):
 def debug_get_kv(spec: KernelSpec):
     """Build the kernel that reads slots back into dense arrays.
 
-    Arguments: pages ``[P, 2, Hk, page, D]``, position_map int32 ``[n]`` (slots; a negative one:
+    Arguments: pages ``[P, 2, Hk, page, D]``, slots int32 ``[n]`` (a negative one:
     leave the row), k and v ``[num_layers, n, Hk, D]`` of type `KernelSpec.row_dtype`, layer: int64.
     """
     num_heads, page_size = spec.num_kv_heads, spec.page_size
@@ -138,7 +138,7 @@ def debug_get_kv(spec: KernelSpec):
     @prim_func
     def debug_get_kv(
         var_pages: T.handle,
-        var_position_map: T.handle,
+        var_slots: T.handle,
         var_k: T.handle,
         var_v: T.handle,
         layer: T.int64,
@@ -146,7 +146,7 @@ def debug_get_kv(spec: KernelSpec):
         T.func_attr(attributes(spec))
         num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
-        position_map = match_int32(var_position_map, n)
+        slots = match_int32(var_slots, n)
         k = match_rows(var_k, num_layers, n, num_heads, spec.qk_head_dim)
         v = match_rows(var_v, num_layers, n, num_heads, spec.v_head_dim)
         stored = T.meta_var(view_pages(pages, spec))
@@ -154,7 +154,7 @@ def debug_get_kv(spec: KernelSpec):
         k_rows = c.RowCopy(worker, rows_of(stored, K_PLANE), k)
         v_rows = c.RowCopy(worker, rows_of(stored, V_PLANE), v)
         for row in worker.items(n, item_bytes):
-            slot = position_map[row]
+            slot = slots[row]
             if slot >= 0:
                 page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
                 for h in k_rows.rows(num_heads):
@@ -168,7 +168,7 @@ def debug_get_kv(spec: KernelSpec):
 def debug_get_kv_mla(spec: KernelSpec):
     """Build the kernel that reads slots back into a dense array.
 
-    Arguments: pages ``[P, page, D]``, position_map int32 ``[n]`` (slots; a negative one: leave the
+    Arguments: pages ``[P, page, D]``, slots int32 ``[n]`` (a negative one: leave the
     row), kv ``[num_layers, n, D]`` of type `KernelSpec.row_dtype`, layer: int64.
     """
     width, page_size = spec.qk_head_dim, spec.page_size
@@ -177,17 +177,17 @@ def debug_get_kv_mla(spec: KernelSpec):
 
     @prim_func
     def debug_get_kv_mla(
-        var_pages: T.handle, var_position_map: T.handle, var_kv: T.handle, layer: T.int64
+        var_pages: T.handle, var_slots: T.handle, var_kv: T.handle, layer: T.int64
     ):
         T.func_attr(attributes(spec))
         num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
-        position_map = match_int32(var_position_map, n)
+        slots = match_int32(var_slots, n)
         kv = match_rows(var_kv, num_layers, n, width)
         worker = c.Worker(spec)
         rows = c.RowCopy(worker, view_pages(pages, spec), kv)
         for row in worker.items(n, item_bytes):
-            slot = position_map[row]
+            slot = slots[row]
             if slot >= 0:
                 page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
                 for _ in rows.rows(1):

@@ -9,15 +9,15 @@ heads:
 argument             shape                 dtype    content
 ==================== ===================== ======== ================================================
 q                    ``[T, Hq, Dqk]``      dtype    query rows
-q_indptr             ``[B + 1]``           int32    CSR offsets: the rows of each sequence
+query_indptr             ``[B + 1]``           int32    CSR offsets: the rows of each sequence
 pages                `layout.pages_shape`  kv_dtype the pool of the layer
-page_indptr          ``[B + 1]``           int32    CSR offsets into page_values
-page_values          ``[N]``               int32    page ids, in the order of positions
+page_indptr          ``[B + 1]``           int32    CSR offsets into page_ids
+page_ids          ``[N]``               int32    page ids, in the order of positions
 length_info          see `Lengths`         int32    how many slots of the pages hold something
 k, v                 ``[S, Hk, Dqk | Dv]`` dtype    ragged K and V
 kv_indptr            ``[B + 1]``           int32    CSR offsets into k and v
-k_rope_pos_offset    ``[B]``               int32    RoPE position of a sequence's first column
-q_rope_position      ``[T]``               int32    RoPE position of a row
+first_positions    ``[B]``               int32    RoPE position of a sequence's first column
+query_positions      ``[T]``               int32    RoPE position of a row
 tree_order_indptr    ``[B + 1]``           int32    CSR offsets into tree_order; no nodes: no tree
 tree_order           ``[M, 2]``            int32    of a node: its depth-first number in its
                                                     sequence, and the end of its subtree; where
@@ -36,7 +36,7 @@ rope_scale, _theta   scalar                float32  those of the spec, where rot
 sm_scale             scalar                float32  factor on the logits
 qkv                  ``[T, Hq + 2 Hk, D]`` dtype    fused rows: Q, K and V, not rotated
 rope_position        ``[T]``               int32    position that Q and K are rotated by
-position_map         ``[T]``               int32    slot of a row; a negative one: do not write
+slots         ``[T]``               int32    slot of a row; a negative one: do not write
 apply_rope           scalar                int64    0: Q and K stay as they are
 first_, last_segment scalar                int32    segments ``first .. last - 1`` are attended to
 ==================== ===================== ======== ================================================
@@ -106,9 +106,9 @@ class AttentionInputs:
     lse: Any
     sm_scale: Any
     sink_logits: Any = None
-    q_indptr: Any = None
-    q_rope_position: Any = None
-    k_rope_pos_offset: Any = None
+    query_indptr: Any = None
+    query_positions: Any = None
+    first_positions: Any = None
     tree_order_indptr: Any = None
     tree_order: Any = None
     causal: Any = None
@@ -124,7 +124,7 @@ class AttentionInputs:
 
     def q_position(self, row):
         """RoPE position of a row of Q; 0 in kernels that are not told."""
-        return 0 if self.q_rope_position is None else self.q_rope_position[row]
+        return 0 if self.query_positions is None else self.query_positions[row]
 
     def __post_init__(self):
         for field in fields(self):  # errors of the launcher tell these names
@@ -138,7 +138,7 @@ class PagedInputs(AttentionInputs):
 
     pages: Any
     page_indptr: Any
-    page_values: Any
+    page_ids: Any
     length_info: Any = None
     length_form: Lengths = Lengths.LAST_PAGE
 
@@ -148,7 +148,7 @@ class FusedInputs(PagedInputs):
     """`q` has fused rows: Q, then K and V, which are appended to the pages first."""
 
     rope_position: Any
-    position_map: Any
+    slots: Any
     apply_rope: Any
 
 

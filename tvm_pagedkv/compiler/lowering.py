@@ -25,7 +25,7 @@ from tvm.target import Target, codegen
 from tvm.tirx.buffer import is_buffer_var
 
 import tir_kernels
-from tir_kernels.cpu.components.rows import ITEM_BYTES, SERIAL_BELOW_BYTES
+from tir_kernels.cpu.worker import ITEM_BYTES, SERIAL_BELOW_BYTES
 from tir_kernels.releases import SERIES
 
 from .bfloat16_loads import widen_bfloat16_vectors

@@ -19,9 +19,10 @@ from tvm.ir import Call, Var
 from tvm.target import Target
 
 import tir_kernels
-from tir_kernels.cpu.components import page_schedule, tile_splits
-from tir_kernels.cpu.components.work import Splits
-from tir_kernels.cpu.components.workspace import ALLOCATE, RELEASE
+from tir_kernels.cpu.rows import page_schedule
+from tir_kernels.cpu.tiles import tile_splits
+from tir_kernels.cpu.work import Splits
+from tir_kernels.cpu.workspace import ALLOCATE, RELEASE
 from tir_kernels.releases import TensorLoad, buffer_of
 
 from ..config import KVCacheConfig

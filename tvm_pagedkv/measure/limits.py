@@ -11,9 +11,9 @@ import tvm
 from tvm.script import tirx as T
 
 import tir_kernels
-from tir_kernels.cpu import amx
-from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
-from tir_kernels.cpu.simd import Register, constant, import_llvm, load, store, temp
+from tir_kernels.cpu.isa.bf16 import LLVM_HELPERS, PairOperands
+from tir_kernels.cpu.isa.matrices import amx
+from tir_kernels.cpu.isa.simd import Register, constant, import_llvm, load, store, temp
 
 from .._huge_pages import huge_zeros
 from ..compiler import cached_library, code_versions, compiling, resolve_target, vector_target

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 from tvm.target import Target
 
-from tir_kernels.cpu import amx
+from tir_kernels.cpu.isa.matrices import amx
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import targets
 from tvm_pagedkv.compiler.disk_cache import sealed_file

@@ -19,11 +19,11 @@ from ...semantics.rotary_mode import has_rope
 from ...semantics.visibility import CausalMask
 from ...signatures.inputs import FusedInputs, Lengths
 from ...spec import KernelSpec
-from .. import simd
-from ..components.inline_rope import NoRotation
-from ..components.rows import CosSin, RowCopy, RowRotation, Worker
-from ..cos_sin import turn
-from ..simd import F32, load, rounded, store, temp
+from ..isa import simd
+from ..isa.cos_sin import turn
+from ..isa.simd import F32, load, rounded, store, temp
+from ..rotation.inline_rope import NoRotation
+from ..worker import CosSin, RowCopy, RowRotation, Worker
 from .prefill import SPANS, TREE, paged
 
 
@@ -99,7 +99,7 @@ def _append(spec, a, table):
                 cos_sin.angles.fill(a.rope_position[row])
                 table.keep(row, cos_sin.angles)
                 cos_sin.angles.reorder(worker.numbers)
-        slot = a.position_map[row]
+        slot = a.slots[row]
         if slot >= 0:
             page, offset = slot_page(slot, spec.page_size), slot_offset(slot, spec.page_size)
             for h in k_rows.rows(num_heads):

@@ -18,18 +18,18 @@ from ...semantics.visibility import CausalMask, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
-from ..components.kv_operands import single_row_operands
-from ..components.kv_rows import PagedRows
-from ..components.output import Output
-from ..components.page_schedule import PageSchedule, Pairs, Slots
-from ..components.partial_states import PartialStates
-from ..components.query_rows import max_local_heads
-from ..components.rotation import rotation_of
-from ..components.row_segments import RowSegments, finish
-from ..components.single_row_products import helpers_of
-from ..components.work import TASKS, Queue, cut
-from ..conversion import require_half_conversion
-from ..simd import import_llvm, index_temp
+from ..isa.conversion import require_half_conversion
+from ..isa.simd import import_llvm, index_temp
+from ..pages.kv_rows import PagedRows
+from ..rotation.rotation import rotation_of
+from ..rows.page_schedule import PageSchedule, Pairs, Slots
+from ..rows.query_rows import max_local_heads
+from ..rows.row_segments import RowSegments, finish
+from ..rows.single_row_products import helpers_of
+from ..softmax.output import Output
+from ..softmax.partial_states import PartialStates
+from ..tiles.kv_operands import single_row_operands
+from ..work import TASKS, Queue, cut
 
 
 @inline
@@ -129,10 +129,10 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
         q: T.handle,
         pages: T.handle,
         page_indptr: T.handle,
-        page_values: T.handle,
+        page_ids: T.handle,
         length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
+        first_positions: T.handle,
+        query_positions: T.handle,
         o: T.handle,
         lse: T.handle,
         rotary_mode: T.int32,
@@ -146,7 +146,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
 
         With `window` a row sees the last `window` positions of its pages, or those of its chunk of
         ``-window`` positions. They may begin anywhere in the sequence: columns are counted from the
-        first slot of the table, which is position ``k_rope_pos_offset[b]``. The cost scales with
+        first slot of the table, which is position ``first_positions[b]``. The cost scales with
         the window, but work is balanced among threads only if the page table has few pages before
         it.
         """
@@ -158,10 +158,10 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
                 q=match_rows(q, batch_size, num_heads, qk_dim),
                 pages=match_pages(pages, num_pages),
                 page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_values=match_int32(page_values, num_entries),
+                page_ids=match_int32(page_ids, num_entries),
                 length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
-                q_rope_position=match_int32(q_rope_position, batch_size),
+                first_positions=match_int32(first_positions, batch_size),
+                query_positions=match_int32(query_positions, batch_size),
                 o=match_rows(o, batch_size, num_heads, v_dim),
                 lse=match_float32(lse, batch_size, num_heads),
                 rotary_mode=rotary_mode,

@@ -13,16 +13,16 @@ from ...semantics.visibility import CausalMask, mask_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
-from ..components.kv_operands import operands
-from ..components.kv_tile import POSITIONS
-from ..components.query_tile import tile_tokens
-from ..components.rotation import rotation_of
-from ..components.tree_mask import TokenTrees, TreeMask
-from ..conversion import require_half_conversion
+from ..isa.conversion import require_half_conversion
+from ..rotation.rotation import rotation_of
+from ..tiles.kv_operands import operands
+from ..tiles.kv_tile import POSITIONS
+from ..tiles.query_tile import tile_tokens
+from ..tiles.tree_mask import TokenTrees, TreeMask
 from .split_tiles import attend
 
 _TREE = {"tree_order_indptr", "tree_order"}
-_POSITIONS = {"k_rope_pos_offset", "q_rope_position"}  # by which windows count nodes of trees
+_POSITIONS = {"first_positions", "query_positions"}  # by which windows count nodes of trees
 
 
 @T.meta_class
@@ -98,8 +98,8 @@ class SequenceTiles:
 
     @inline
     def _begin_sequence(self):
-        self.first_row = self.a.q_indptr[self.sequence]
-        self.num_sequence_rows = self.a.q_indptr[self.sequence + 1] - self.first_row
+        self.first_row = self.a.query_indptr[self.sequence]
+        self.num_sequence_rows = self.a.query_indptr[self.sequence + 1] - self.first_row
         num_tiles = T.max((self.num_sequence_rows + self.tile_tokens - 1) // self.tile_tokens, 1)
         self.max_tokens = (self.num_sequence_rows + num_tiles - 1) // num_tiles  # of like size
         self.first_page = self.a.page_indptr[self.sequence]
@@ -177,13 +177,13 @@ def _mla_prefill(spec: KernelSpec, absent: set[str], make_bounds: Callable):
     @prim_func(absent=absent | spec.without_sinks)
     def mla_prefill(
         q: T.handle,
-        q_indptr: T.handle,
+        query_indptr: T.handle,
         pages: T.handle,
         page_indptr: T.handle,
-        page_values: T.handle,
+        page_ids: T.handle,
         length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
+        first_positions: T.handle,
+        query_positions: T.handle,
         o: T.handle,
         lse: T.handle,
         causal: T.int32,
@@ -199,13 +199,13 @@ def _mla_prefill(spec: KernelSpec, absent: set[str], make_bounds: Callable):
             PagedInputs(
                 batch_size=batch_size,
                 q=match_rows(q, num_rows, num_heads, qk_dim),
-                q_indptr=match_int32(q_indptr, batch_size + 1),
+                query_indptr=match_int32(query_indptr, batch_size + 1),
                 pages=match_pages(pages, num_pages),
                 page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_values=match_int32(page_values, num_entries),
+                page_ids=match_int32(page_ids, num_entries),
                 length_info=match_int32(length_info, batch_size),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
-                q_rope_position=match_int32(q_rope_position, num_rows),
+                first_positions=match_int32(first_positions, batch_size),
+                query_positions=match_int32(query_positions, num_rows),
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
                 causal=causal,

@@ -26,22 +26,22 @@ from ...signatures.inputs import (
     RaggedInputs,
 )
 from ...spec import KernelSpec
-from ..components.kv_operands import operands, single_row_operands
-from ..components.kv_rows import PagedRows, RaggedRows
-from ..components.logits import AlibiBias
-from ..components.online_softmax import OnlineSoftmax
-from ..components.packed_kv import POSITIONS, PackedKv
-from ..components.query_tile import BLOCKS, QueryTile, Tiling
-from ..components.register_tile import ColumnTiles
-from ..components.rotation import rotation_of
-from ..components.row_bounds import RowBounds, TilePart
-from ..components.score_tile import ScoreTile
-from ..components.single_row_products import helpers_of
-from ..components.tile_queue import TileQueue
-from ..components.tree_mask import TokenTrees, TreeMask
-from ..components.work import TASKS, Queue, num_threads
-from ..conversion import require_half_conversion
-from ..simd import import_llvm, index_temp
+from ..isa.conversion import require_half_conversion
+from ..isa.matrices.register_tile import ColumnTiles
+from ..isa.simd import import_llvm, index_temp
+from ..pages.kv_rows import PagedRows, RaggedRows
+from ..rotation.rotation import rotation_of
+from ..rows.single_row_products import helpers_of
+from ..softmax.logits import AlibiBias
+from ..softmax.online_softmax import OnlineSoftmax
+from ..tiles.kv_operands import operands, single_row_operands
+from ..tiles.packed_kv import POSITIONS, PackedKv
+from ..tiles.query_tile import BLOCKS, QueryTile, Tiling
+from ..tiles.row_bounds import RowBounds, TilePart
+from ..tiles.score_tile import ScoreTile
+from ..tiles.tile_queue import TileQueue
+from ..tiles.tree_mask import TokenTrees, TreeMask
+from ..work import TASKS, Queue, num_threads
 from .single_rows import Singles
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
@@ -57,7 +57,7 @@ def attend(spec, a, ops, num_positions, single_ops=None):
     """
     has_singles = T.meta_var(single_ops is not None)
     # Multiply-adds, as if all sequences were alike.
-    num_rows = T.cast(a.q_indptr[a.batch_size], "int64")
+    num_rows = T.cast(a.query_indptr[a.batch_size], "int64")
     row_work = T.meta_var(spec.num_qo_heads * spec.qk_head_dim)
     work = num_rows * row_work * num_positions // T.max(a.batch_size, 1)
     num_tasks = T.if_then_else(work > SERIAL_WORK, num_threads(), 1)
@@ -115,7 +115,7 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
         source = T.meta_var(kv_rows(spec, a, first_kv, num_kv, tiles.head))
         kv_len = a.lengths.kv_len(tiles.sequence, num_kv)
         gap = T.meta_var(a.lengths.gap(tiles.sequence))
-        k_offset = a.k_rope_pos_offset[tiles.sequence]
+        k_offset = a.first_positions[tiles.sequence]
         a.rope.begin_sequence(k_offset + kv_len - gap.num_dropped)
         mask.begin_sequence(tiles.sequence, kv_len)
         seen = T.meta_var(mask.of_sequence(k_offset, tiles.first_row))
@@ -161,7 +161,7 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
 def kv_rows(spec: KernelSpec, a: AttentionInputs, first, count, head):
     """K and V of a KV head, from the first of `count` pages, or of rows of the arrays."""
     if isinstance(a, PagedInputs):
-        table = a.pages, a.page_values, first, first + count - 1
+        table = a.pages, a.page_ids, first, first + count - 1
         return PagedRows(spec, *table, head=head)
     return RaggedRows(a.k, a.v, first, first + count - 1, head=head)
 
@@ -176,7 +176,7 @@ def described(
     if a.tree_order is not None:
         trees = TokenTrees(spec, a)
         if isinstance(a, RaggedInputs):
-            a = replace(a, k_rope_pos_offset=Elements(trees.first_position))
+            a = replace(a, first_positions=Elements(trees.first_position))
         return replace(a, tree=trees)
     if a.mask is not None:
         return a
@@ -215,15 +215,15 @@ def paged(
     def prefill(
         qkv: T.handle,
         q: T.handle,
-        q_indptr: T.handle,
+        query_indptr: T.handle,
         rope_position: T.handle,
-        position_map: T.handle,
+        slots: T.handle,
         pages: T.handle,
         page_indptr: T.handle,
-        page_values: T.handle,
+        page_ids: T.handle,
         length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
+        first_positions: T.handle,
+        query_positions: T.handle,
         o: T.handle,
         lse: T.handle,
         causal: T.int32,
@@ -245,15 +245,15 @@ def paged(
             FusedInputs(
                 batch_size=batch_size,
                 q=match_rows(q if qkv is None else qkv, num_rows, num_q_heads, qk_dim),
-                q_indptr=match_int32(q_indptr, batch_size + 1),
+                query_indptr=match_int32(query_indptr, batch_size + 1),
                 rope_position=match_int32(rope_position, num_rows),
-                position_map=match_int32(position_map, num_rows),
+                slots=match_int32(slots, num_rows),
                 pages=match_pages(pages, num_pages),
                 page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_values=match_int32(page_values, num_entries),
+                page_ids=match_int32(page_ids, num_entries),
                 length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
-                q_rope_position=match_int32(q_rope_position, num_rows),
+                first_positions=match_int32(first_positions, batch_size),
+                query_positions=match_int32(query_positions, num_rows),
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
                 causal=causal,
@@ -292,12 +292,12 @@ def ragged(spec: KernelSpec, absent: set[str]):
     @prim_func(absent=absent | spec.without_sinks)
     def prefill_ragged(
         q: T.handle,
-        q_indptr: T.handle,
+        query_indptr: T.handle,
         k: T.handle,
         v: T.handle,
         kv_indptr: T.handle,
-        q_rope_position: T.handle,
-        k_rope_pos_offset: T.handle,
+        query_positions: T.handle,
+        first_positions: T.handle,
         tree_order_indptr: T.handle,
         tree_order: T.handle,
         o: T.handle,
@@ -316,12 +316,12 @@ def ragged(spec: KernelSpec, absent: set[str]):
             RaggedInputs(
                 batch_size=num_starts - 1,
                 q=match_rows(q, num_rows, num_heads, qk_dim),
-                q_indptr=match_int32(q_indptr, num_starts),
+                query_indptr=match_int32(query_indptr, num_starts),
                 k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
                 v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
                 kv_indptr=match_int32(kv_indptr, num_starts),
-                q_rope_position=match_int32(q_rope_position, num_rows),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, num_starts - 1),
+                query_positions=match_int32(query_positions, num_rows),
+                first_positions=match_int32(first_positions, num_starts - 1),
                 tree_order_indptr=match_int32(tree_order_indptr, num_starts),
                 tree_order=match_int32(tree_order, num_nodes, 2),
                 o=match_rows(o, num_rows, num_heads, v_dim),
@@ -343,7 +343,7 @@ def ragged(spec: KernelSpec, absent: set[str]):
     return prefill_ragged
 
 
-FUSED, SPANS = {"qkv", "rope_position", "position_map", "apply_rope"}, {"row_reach"}
+FUSED, SPANS = {"qkv", "rope_position", "slots", "apply_rope"}, {"row_reach"}
 TREE = {"tree_order_indptr", "tree_order"}
 
 
@@ -377,7 +377,7 @@ def prefill_sliding(spec: KernelSpec):
     positions, up to its own. The rows of a sequence are the last
     positions of its pages, or follow them where `causal` is 0. The page table of a sequence may
     begin anywhere in it: columns are counted from the first slot of the table, which is position
-    ``k_rope_pos_offset[b]`` of the sequence.
+    ``first_positions[b]`` of the sequence.
     """
     return paged(spec, SPANS | FUSED | TREE)
 

@@ -15,11 +15,11 @@ from ...semantics.rotary_mode import refuse_longrope
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import SharedInputs
 from ...spec import KernelSpec
-from ..components.kv_operands import operands
-from ..components.kv_tile import POSITIONS
-from ..components.query_tile import tile_tokens
-from ..components.rotation import rotation_of
-from ..conversion import require_half_conversion
+from ..isa.conversion import require_half_conversion
+from ..rotation.rotation import rotation_of
+from ..tiles.kv_operands import operands
+from ..tiles.kv_tile import POSITIONS
+from ..tiles.query_tile import tile_tokens
 from .split_tiles import attend
 
 
@@ -111,8 +111,8 @@ class SegmentTiles:
         self.first_page = self.a.page_indptr[self.segment]
         self.last_page = self.a.page_indptr[self.segment + 1] - 1
         self.kv_len = (self.last_page + 1 - self.first_page) * self.spec.page_size
-        if self.a.k_rope_pos_offset is not None:
-            self.k_offset = self.a.k_rope_pos_offset[self.segment]
+        if self.a.first_positions is not None:
+            self.k_offset = self.a.first_positions[self.segment]
         else:
             self.k_offset = 0
 
@@ -138,7 +138,7 @@ def prefill_shared(spec: KernelSpec):
 
 def mla_prefill_shared(spec: KernelSpec):
     """Build the kernel `mla_prefill_shared`: over latent rows, which models rotate themselves."""
-    positions = ("k_rope_pos_offset", "q_rope_position")
+    positions = ("first_positions", "query_positions")
     return _prefill_shared(spec, absent=(*positions, "rotary_mode", "rope_scale", "rope_theta"))
 
 
@@ -153,11 +153,11 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
         q: T.handle,
         pages: T.handle,
         page_indptr: T.handle,
-        page_values: T.handle,
-        k_rope_pos_offset: T.handle,
+        page_ids: T.handle,
+        first_positions: T.handle,
         row_indptr: T.handle,
         row_ids: T.handle,
-        q_rope_position: T.handle,
+        query_positions: T.handle,
         o: T.handle,
         lse: T.handle,
         first_segment: T.int32,
@@ -175,11 +175,11 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
                 q=match_rows(q, num_rows, num_heads, qk_dim),
                 pages=match_pages(pages, num_pages),
                 page_indptr=match_int32(page_indptr, num_starts),
-                page_values=match_int32(page_values, num_entries),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, num_starts - 1),
+                page_ids=match_int32(page_ids, num_entries),
+                first_positions=match_int32(first_positions, num_starts - 1),
                 row_indptr=match_int32(row_indptr, num_starts),
                 row_ids=match_int32(row_ids, num_row_ids),
-                q_rope_position=match_int32(q_rope_position, num_rows),
+                query_positions=match_int32(query_positions, num_rows),
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
                 first_segment=first_segment,

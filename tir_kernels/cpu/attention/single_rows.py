@@ -8,13 +8,13 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...semantics.visibility import CausalMask, WindowMask
 from ...spec import KernelSpec
-from ..components.output import Output
-from ..components.page_schedule import segment_of
-from ..components.partial_states import PartialStates
-from ..components.query_rows import max_local_heads
-from ..components.row_segments import RowSegments
-from ..components.work import cut
-from ..simd import index_temp
+from ..isa.simd import index_temp
+from ..rows.page_schedule import segment_of
+from ..rows.query_rows import max_local_heads
+from ..rows.row_segments import RowSegments
+from ..softmax.output import Output
+from ..softmax.partial_states import PartialStates
+from ..work import cut
 
 SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size
 
@@ -45,8 +45,8 @@ class Singles:
     def has(self, sequence):
         """Whether it has one row, which sees all that is held."""
         a = self.a
-        row, gap = index_temp(a.q_indptr[sequence]), a.lengths.gap(sequence)
-        is_single = a.q_indptr[sequence + 1] - row == 1
+        row, gap = index_temp(a.query_indptr[sequence]), a.lengths.gap(sequence)
+        is_single = a.query_indptr[sequence + 1] - row == 1
         if a.tree is not None:  # no tree, or a root alone that is not hidden from itself
             root = index_temp(a.tree_order_indptr[sequence])
             num_nodes = index_temp(a.tree_order_indptr[sequence + 1] - root)
@@ -58,7 +58,7 @@ class Singles:
             return is_single
         num_pages = index_temp(a.page_indptr[sequence + 1] - a.page_indptr[sequence])
         own = a.mask.own(0, 1, a.lengths.kv_len(sequence, num_pages))
-        is_recent = a.q_rope_position[row] <= gap.sinks + gap.back
+        is_recent = a.query_positions[row] <= gap.sinks + gap.back
         return T.And(is_single, T.And(own - gap.back <= gap.begin, is_recent))
 
     def begin_task(self, task) -> None:
@@ -112,7 +112,7 @@ class WholePair:
     def begin(self, sequence, first_head, num_heads):
         """Load a pair: a sequence and some of its heads."""
         self.sequence = sequence
-        self.row = self.a.q_indptr[sequence]
+        self.row = self.a.query_indptr[sequence]
         self.first_head = first_head
         self.num_heads = num_heads
         self.num_pages = self.a.page_indptr[sequence + 1] - self.a.page_indptr[sequence]

@@ -14,17 +14,17 @@ from ...layout import arrays_of
 from ...script import inline
 from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
-from ..components.kv_rows import LatentRows, PagedRows
-from ..components.kv_tile import POSITIONS, KvTile
-from ..components.lane_rows import LaneMask, LaneQueries, RowBlocks
-from ..components.lane_softmax import LaneSoftmax
-from ..components.output import Output
-from ..components.partial_states import PartialStates
-from ..components.query_tile import tile_tokens
-from ..components.row_segments import finish
-from ..components.tile_splits import CutTile, Split, TileSlots, TileSplits
-from ..components.tile_sums import sums_of
-from ..components.work import TASKS
+from ..pages.kv_rows import LatentRows, PagedRows
+from ..rows.row_segments import finish
+from ..softmax.output import Output
+from ..softmax.partial_states import PartialStates
+from ..tiles.kv_tile import POSITIONS, KvTile
+from ..tiles.lane_rows import LaneMask, LaneQueries, RowBlocks
+from ..tiles.lane_softmax import LaneSoftmax
+from ..tiles.query_tile import tile_tokens
+from ..tiles.tile_splits import CutTile, Split, TileSlots, TileSplits
+from ..tiles.tile_sums import sums_of
+from ..work import TASKS
 
 
 @inline
@@ -65,7 +65,7 @@ def attend(
     with ops.scope():
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
             tile, split = tiles(spec, a), Split(splits)
-            table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
+            table = T.meta_var((a.page_ids, tile.first_page, tile.last_page))
             paged = T.meta_var(LatentRows if spec.is_latent else PagedRows)
             rows = T.meta_var((kind or paged)(spec, a.pages, *table, head=tile.head))
             factor = a.sm_scale * T.float32(LOG2E)

@@ -3,7 +3,7 @@
 
 They are of layers with a window, and built for one. Their length_info is ``[3, B]``: valid slots of
 the last page, slots of the first page that lie before the window, and slots of sinks, of which such
-layers have none; ``k_rope_pos_offset[b]`` is the position of the first slot in the window. Columns
+layers have none; ``first_positions[b]`` is the position of the first slot in the window. Columns
 are the slots of the pages, so whole pages are read as everywhere, and the mask hides those before
 the window.
 """
@@ -55,12 +55,12 @@ class _StockWindowMask(WindowMask):
 
 def _described(a: PagedInputs, causal, window: int) -> PagedInputs:
     """The inputs as the skeletons ask for them."""
-    info, first_seen = a.length_info, a.k_rope_pos_offset
+    info, first_seen = a.length_info, a.first_positions
     return replace(
         a,
         length_info=Elements(lambda b: info[0, b]),
         length_form=Lengths.LAST_PAGE,
-        k_rope_pos_offset=Elements(lambda b: first_seen[b] - info[1, b]),
+        first_positions=Elements(lambda b: first_seen[b] - info[1, b]),
         mask=_StockWindowMask(causal, window, Elements(lambda b: info[1, b])),
     )
 

@@ -15,7 +15,7 @@ def tree_paged(spec: KernelSpec):
     than rows, but some, is refused.
 
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
-    columns before the tree; q_rope_position should say the same of the rows.
+    columns before the tree; query_positions should say the same of the rows.
     """
     return paged(spec, {"causal", "window"} | SPANS | FUSED)
 
@@ -25,7 +25,7 @@ def tree_paged_sliding(spec: KernelSpec):
 
     A row sees of these columns those whose position is less than `window` before its own, itself
     included, or, with a negative `window`, those of its chunk of ``-window`` positions. Positions
-    are those of RoPE, whatever the rotary_mode: q_rope_position of the rows; k_rope_pos_offset plus
+    are those of RoPE, whatever the rotary_mode: query_positions of the rows; first_positions plus
     the column before the tree; and of a node its depth more than there are columns before the tree.
     """
     return paged(spec, {"causal"} | SPANS | FUSED)
@@ -36,12 +36,12 @@ def tree(spec: KernelSpec):
 
     As `tree_paged`, with all columns of a sequence in k and v; usually these are the step's own
     rows. They may be fewer than the tree has nodes: then they are the last ones, and a row sees its
-    ancestors among them. K of a column is rotated by the position that q_rope_position gives the
+    ancestors among them. K of a column is rotated by the position that query_positions gives the
     first row, plus the difference of their depths.
     """
-    return ragged(spec, {"causal", "window", "k_rope_pos_offset"})
+    return ragged(spec, {"causal", "window", "first_positions"})
 
 
 def tree_sliding(spec: KernelSpec):
     """Build `tree` of layers with a window, as in `tree_paged_sliding`."""
-    return ragged(spec, {"causal", "k_rope_pos_offset"})
+    return ragged(spec, {"causal", "first_positions"})

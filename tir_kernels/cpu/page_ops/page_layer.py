@@ -9,7 +9,7 @@ from ...define import target_attributes
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline, prim_func
 from ...spec import ITEMSIZE, VectorTarget
-from ..components.rows import copy_row, items
+from ..worker import copy_row, items
 from .arrays import match, match_strided
 
 # Axes of a page; N: slots, H: heads, D: elements of a row.

@@ -17,9 +17,9 @@ from tvm.script import tirx as T
 
 from ...define import target_attributes
 from ...script import inline, prim_func
-from ..components.rows import SERIAL_BELOW_BYTES
-from ..components.work import TASKS, cut
-from ..simd import index_temp
+from ..isa.simd import index_temp
+from ..work import TASKS, cut
+from ..worker import SERIAL_BELOW_BYTES
 from .arrays import match
 
 _NUM_TASKS = 32  # of each sequence, where there is enough for several threads

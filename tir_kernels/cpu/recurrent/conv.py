@@ -12,11 +12,11 @@ from ...script import inline, prim_func
 from ...semantics.decay import exp
 from ...signatures.arrays import match_int32, row_matcher
 from ...spec import ITEMSIZE
-from .. import simd
-from ..components.rows import items
-from ..conversion import require_half_target
-from ..row_vectors import RowNumbers
-from ..simd import F32, constant, load, prefetch, ramp, shuffle, temp
+from ..isa import simd
+from ..isa.conversion import require_half_target
+from ..isa.row_vectors import RowNumbers
+from ..isa.simd import F32, constant, load, prefetch, ramp, shuffle, temp
+from ..worker import items
 
 BLOCK = 512  # channels of an item, whose weights take less than half of a small L1 cache
 TOKENS = 64  # of an item, which share them

@@ -19,14 +19,14 @@ from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
 from ...signatures.arrays import match_int32, row_matcher, sizes
-from ..components.recurrent_token import RecurrentToken
-from ..components.rows import SERIAL_BELOW_BYTES
-from ..components.state_columns import Place, StateColumns, blocks_of
-from ..components.state_items import FEW_TOKENS, StateItems, StateWork
-from ..components.state_numbers import words_of
-from ..components.work import TASKS, Queue
-from ..conversion import require_half_target
-from ..simd import F32, import_llvm
+from ..isa.conversion import require_half_target
+from ..isa.simd import F32, import_llvm
+from ..work import TASKS, Queue
+from ..worker import SERIAL_BELOW_BYTES
+from .recurrent_token import RecurrentToken
+from .state_columns import Place, StateColumns, blocks_of
+from .state_items import FEW_TOKENS, StateItems, StateWork
+from .state_numbers import words_of
 
 
 def recurrent_scan(spec: RecurrentSpec):

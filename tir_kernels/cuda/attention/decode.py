@@ -70,10 +70,10 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
         q: T.handle,
         pages: T.handle,
         page_indptr: T.handle,
-        page_values: T.handle,
+        page_ids: T.handle,
         length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
+        first_positions: T.handle,
+        query_positions: T.handle,
         o: T.handle,
         lse: T.handle,
         rotary_mode: T.int32,
@@ -91,10 +91,10 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                 q=match_rows(q, batch_size, num_heads, spec.qk_head_dim),
                 pages=match_pages(pages, num_pages),
                 page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_values=match_int32(page_values, num_entries),
+                page_ids=match_int32(page_ids, num_entries),
                 length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
-                q_rope_position=match_int32(q_rope_position, batch_size),
+                first_positions=match_int32(first_positions, batch_size),
+                query_positions=match_int32(query_positions, batch_size),
                 o=match_rows(o, batch_size, num_heads, v_dim),
                 lse=match_float32(lse, batch_size, num_heads),
                 rotary_mode=rotary_mode,
@@ -123,7 +123,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
             warps = T.meta_var(warps_of(tiling, group_thread, group))
             shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
             q_tile = T.meta_var(SharedTiles(shared, 0, tiling.q))
-            rows = paged_rows(spec, a.pages, a.page_values, tiling.rows_per_thread)
+            rows = paged_rows(spec, a.pages, a.page_ids, tiling.rows_per_thread)
             pipeline = kv_pipeline(spec, tiling, shared, q_tile.end, warps, v_slice, rows)
             k, v = T.meta_var((pipeline.k, pipeline.v))
             scales = scales_of(tiling, pipeline, lane)

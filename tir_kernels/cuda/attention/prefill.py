@@ -26,7 +26,7 @@ from .query_tiles import Batch, attend_with_one
 TREE_ROWS = 64  # of a block: trees have few nodes, and their masks take registers
 
 _TREE = ("tree_order_indptr", "tree_order")
-_POSITIONS = ("k_rope_pos_offset", "q_rope_position")
+_POSITIONS = ("first_positions", "query_positions")
 _ROTATION = ("rotary_mode", "rope_scale", "rope_theta")
 
 
@@ -50,20 +50,20 @@ def batch_of_pages(spec: KernelSpec, a: PagedInputs) -> Batch:
         return lengths.kv_len(sequence, index_temp(num_pages))
 
     items = Items(
-        count=a.batch_size, row_indptr=a.q_indptr, kv_indptr=a.page_indptr, kv_len_of=kv_len_of
+        count=a.batch_size, row_indptr=a.query_indptr, kv_indptr=a.page_indptr, kv_len_of=kv_len_of
     )
 
     def make_work(tiling: Tiling) -> FixedWork | BalancedWork:
         if spec.is_latent and a.window is None and a.tree_order is None:
             return BalancedWork(spec, tiling, a, items, is_continued=False)
-        return FixedWork(spec, tiling, a, items, as_count(a.page_values.shape[0]) * spec.page_size)
+        return FixedWork(spec, tiling, a, items, as_count(a.page_ids.shape[0]) * spec.page_size)
 
     return Batch(
         items=items,
         num_items=a.batch_size,
         num_rows=a.q.shape[0],
         make_work=make_work,
-        make_rows=lambda count: paged_rows(spec, a.pages, a.page_values, count),
+        make_rows=lambda count: paged_rows(spec, a.pages, a.page_ids, count),
         visible=visible_columns(a),
         lengths=lengths,
     )
@@ -84,13 +84,13 @@ def over_pages(
     @prim_func(absent=spec.without_sinks.union(absent))
     def prefill(
         q: T.handle,
-        q_indptr: T.handle,
+        query_indptr: T.handle,
         pages: T.handle,
         page_indptr: T.handle,
-        page_values: T.handle,
+        page_ids: T.handle,
         length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
+        first_positions: T.handle,
+        query_positions: T.handle,
         o: T.handle,
         lse: T.handle,
         causal: T.int32,
@@ -110,13 +110,13 @@ def over_pages(
             PagedInputs(
                 batch_size=batch_size,
                 q=match_rows(q, num_rows, num_heads, qk_dim),
-                q_indptr=match_int32(q_indptr, batch_size + 1),
+                query_indptr=match_int32(query_indptr, batch_size + 1),
                 pages=match_pages(pages, num_pages),
                 page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_values=match_int32(page_values, num_entries),
+                page_ids=match_int32(page_ids, num_entries),
                 length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
-                q_rope_position=match_int32(q_rope_position, num_rows),
+                first_positions=match_int32(first_positions, batch_size),
+                query_positions=match_int32(query_positions, num_rows),
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
                 causal=causal,
@@ -147,7 +147,7 @@ def batch_of_ragged(spec: KernelSpec, a: RaggedInputs) -> Batch:
         return a.kv_indptr[sequence + 1] - a.kv_indptr[sequence]
 
     items = Items(
-        count=a.batch_size, row_indptr=a.q_indptr, kv_indptr=a.kv_indptr, kv_len_of=kv_len_of
+        count=a.batch_size, row_indptr=a.query_indptr, kv_indptr=a.kv_indptr, kv_len_of=kv_len_of
     )
     return Batch(
         items=items,
@@ -168,12 +168,12 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
     @prim_func(absent=spec.without_sinks.union(absent))
     def prefill_ragged(
         q: T.handle,
-        q_indptr: T.handle,
+        query_indptr: T.handle,
         k: T.handle,
         v: T.handle,
         kv_indptr: T.handle,
-        q_rope_position: T.handle,
-        k_rope_pos_offset: T.handle,
+        query_positions: T.handle,
+        first_positions: T.handle,
         tree_order_indptr: T.handle,
         tree_order: T.handle,
         o: T.handle,
@@ -192,12 +192,12 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
             RaggedInputs(
                 batch_size=num_starts - 1,
                 q=match_rows(q, num_rows, num_heads, qk_dim),
-                q_indptr=match_int32(q_indptr, num_starts),
+                query_indptr=match_int32(query_indptr, num_starts),
                 k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
                 v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
                 kv_indptr=match_int32(kv_indptr, num_starts),
-                q_rope_position=match_int32(q_rope_position, num_rows),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, num_starts - 1),
+                query_positions=match_int32(query_positions, num_rows),
+                first_positions=match_int32(first_positions, num_starts - 1),
                 tree_order_indptr=match_int32(tree_order_indptr, num_starts),
                 tree_order=match_int32(tree_order, num_nodes, 2),
                 o=match_rows(o, num_rows, num_heads, v_dim),
@@ -268,7 +268,7 @@ def tree_paged(spec: KernelSpec):
     than rows, but some, is refused on CPUs; on GPUs its results are meaningless.
 
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
-    columns before the tree; q_rope_position should say the same of the rows.
+    columns before the tree; query_positions should say the same of the rows.
     """
     return over_pages(spec, ("causal", "window", "row_reach"), max_rows=TREE_ROWS)
 
@@ -278,7 +278,7 @@ def tree_paged_sliding(spec: KernelSpec):
 
     A row sees of these columns those whose position is less than `window` before its own, itself
     included, or, with a negative `window`, those of its chunk of ``-window`` positions. Positions
-    are those of RoPE, whatever the rotary_mode: q_rope_position of the rows; k_rope_pos_offset plus
+    are those of RoPE, whatever the rotary_mode: query_positions of the rows; first_positions plus
     the column before the tree; and of a node its depth more than there are columns before the tree.
     """
     return over_pages(spec, ("causal", "row_reach"), max_rows=TREE_ROWS)
@@ -289,15 +289,15 @@ def tree(spec: KernelSpec):
 
     As `tree_paged`, with all columns of a sequence in k and v; usually these are the step's own
     rows. They may be fewer than the tree has nodes: then they are the last ones, and a row sees its
-    ancestors among them. K of a column is rotated by the position that q_rope_position gives the
+    ancestors among them. K of a column is rotated by the position that query_positions gives the
     first row, plus the difference of their depths.
     """
-    return over_ragged(spec, ("k_rope_pos_offset", "causal", "window"), TREE_ROWS)
+    return over_ragged(spec, ("first_positions", "causal", "window"), TREE_ROWS)
 
 
 def tree_sliding(spec: KernelSpec):
     """`tree` of layers with a window, as in `tree_paged_sliding`."""
-    return over_ragged(spec, ("k_rope_pos_offset", "causal"), TREE_ROWS)
+    return over_ragged(spec, ("first_positions", "causal"), TREE_ROWS)
 
 
 def mla_prefill(spec: KernelSpec, mask: type = CausalMask):

@@ -62,7 +62,7 @@ def batch_of_segments(spec: KernelSpec, a: SharedInputs) -> Batch:
         num_items=a.row_indptr.shape[0] - 1,
         num_rows=a.row_ids.shape[0],
         make_work=lambda tiling: BalancedWork(spec, tiling, a, items, is_continued=True),
-        make_rows=lambda count: paged_rows(spec, a.pages, a.page_values, count),
+        make_rows=lambda count: paged_rows(spec, a.pages, a.page_ids, count),
         visible=CausalMask(T.int32(0)),
         lse_before=a.lse,
     )
@@ -81,11 +81,11 @@ def over_shared_pages(spec: KernelSpec, absent: Sequence[str] = ()):
         q: T.handle,
         pages: T.handle,
         page_indptr: T.handle,
-        page_values: T.handle,
-        k_rope_pos_offset: T.handle,
+        page_ids: T.handle,
+        first_positions: T.handle,
         row_indptr: T.handle,
         row_ids: T.handle,
-        q_rope_position: T.handle,
+        query_positions: T.handle,
         o: T.handle,
         lse: T.handle,
         first_segment: T.int32,
@@ -103,11 +103,11 @@ def over_shared_pages(spec: KernelSpec, absent: Sequence[str] = ()):
                 q=match_rows(q, num_rows, num_heads, qk_dim),
                 pages=match_pages(pages, num_pages),
                 page_indptr=match_int32(page_indptr, num_starts),
-                page_values=match_int32(page_values, num_entries),
-                k_rope_pos_offset=match_int32(k_rope_pos_offset, num_starts - 1),
+                page_ids=match_int32(page_ids, num_entries),
+                first_positions=match_int32(first_positions, num_starts - 1),
                 row_indptr=match_int32(row_indptr, num_starts),
                 row_ids=match_int32(row_ids, num_row_ids),
-                q_rope_position=match_int32(q_rope_position, num_rows),
+                query_positions=match_int32(query_positions, num_rows),
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
                 first_segment=first_segment,
@@ -143,4 +143,4 @@ def prefill_shared(spec: KernelSpec):
 def mla_prefill_shared(spec: KernelSpec):
     """`prefill_shared` over the latent rows of MLA, which models rotate themselves."""
     rotation = "rotary_mode", "rope_scale", "rope_theta"
-    return over_shared_pages(spec, ("k_rope_pos_offset", "q_rope_position", *rotation))
+    return over_shared_pages(spec, ("first_positions", "query_positions", *rotation))

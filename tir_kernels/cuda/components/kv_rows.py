@@ -44,13 +44,13 @@ class PagedRows:
     Parameters
     ----------
     spec : KernelSpec
-    pages, page_values : the kernel's arguments
+    pages, page_ids : the kernel's arguments
     rows_per_thread : int
         Of a tile.
     """
 
-    def __init__(self, spec: KernelSpec, pages, page_values, rows_per_thread: int):
-        self.spec, self.pages, self.page_values = spec, pages, page_values
+    def __init__(self, spec: KernelSpec, pages, page_ids, rows_per_thread: int):
+        self.spec, self.pages, self.page_ids = spec, pages, page_ids
         self.page = T.alloc_local((rows_per_thread,), "int32", layout=None)
         self.first_entry = T.local_scalar("int32")
         self.head = T.local_scalar("int32")
@@ -58,7 +58,7 @@ class PagedRows:
 
     @inline
     def begin(self, first_entry, head):
-        """Point at the sequence whose pages begin at an entry of `page_values`."""
+        """Point at the sequence whose pages begin at an entry of `page_ids`."""
         self.first_entry = first_entry
         self.head = head
 
@@ -77,7 +77,7 @@ class PagedRows:
     def find(self, i, position):
         """Look up the page of the i-th row of the thread; the sequence holds the position."""
         entry = T.meta_var(self.first_entry + T.truncdiv(position, self.spec.page_size))
-        self.page[i] = self.page_values[entry]
+        self.page[i] = self.page_ids[entry]
 
     def pointer(self, plane: int, i, position, column):
         """Return a pointer to a column of the i-th row of K or V, which `find` found there."""
@@ -148,11 +148,11 @@ class QuantizedRows(PagedRows):
         return T.truncmod(row * len(self.pages.groups), 2) * 2 if self.may_shift else 0
 
 
-def paged_rows(spec: KernelSpec, pages, page_values, rows_per_thread: int) -> PagedRows:
+def paged_rows(spec: KernelSpec, pages, page_ids, rows_per_thread: int) -> PagedRows:
     """Make the component for a spec's pages; the arguments are those of `PagedRows`."""
     kind = LatentRows if spec.is_latent else PagedRows
     kind = QuantizedRows if spec.codec else kind
-    return kind(spec, pages, page_values, rows_per_thread)
+    return kind(spec, pages, page_ids, rows_per_thread)
 
 
 @T.meta_class

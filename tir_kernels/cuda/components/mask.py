@@ -30,7 +30,7 @@ class TileMask:
         The bounds of a row.
     lengths : WholeSequence
         Which positions a sequence has dropped.
-    a : the kernel's argument `k_rope_pos_offset`, or none.
+    a : the kernel's argument `first_positions`, or none.
     tree : NoTree or TreeMask
     tiling : Tiling
     rows : QueryRows
@@ -59,7 +59,7 @@ class TileMask:
     ):
         self.visible, self.tree, self.tiling = visible, tree, tiling
         self.rows, self.work, self.memory = rows, rows.work, memory
-        self.k_offsets = a.k_rope_pos_offset
+        self.k_offsets = a.first_positions
         self.k_offset, self.start, self.end = (T.local_scalar(I32) for _ in range(3))
         self.shared_begin, self.shared_end = (T.local_scalar(I32) for _ in range(2))
         self.joint_end = T.local_scalar(I32)

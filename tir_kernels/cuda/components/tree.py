@@ -79,7 +79,7 @@ class TreeMask(NoTree):
         self.number = T.alloc_local((rows.count,), I32, layout=None)
         self.first_position = T.alloc_local((rows.count,), I32, layout=None)
         # Ragged K has no positions of its own, unlike that of MLA, which is rotated already.
-        self.finds_offset = a.k_rope_pos_offset is None and a.q_rope_position is not None
+        self.finds_offset = a.first_positions is None and a.query_positions is not None
         if self.finds_offset:
             self.k_offset = T.local_scalar(I32)
 
@@ -93,7 +93,7 @@ class TreeMask(NoTree):
             if self.num_nodes > 0:
                 self._find_depth(T.max(self.num_nodes - self.work.num_rows, 0))
                 behind = self.num_nodes - self.depth
-            own = T.meta_var(self.a.q_rope_position[self.work.first_row])
+            own = T.meta_var(self.a.query_positions[self.work.first_row])
             self.k_offset = own - (self.work.kv_len - behind)
 
     @inline
@@ -117,7 +117,7 @@ class TreeMask(NoTree):
             at = T.meta_var(self.first_node + T.min(node, self.num_nodes - 1))
             self.number[h] = T.if_then_else(self.num_nodes > 0, self.order[at, 0], 0)
             if self.window is not None:
-                position = T.meta_var(self.a.q_rope_position[self.work.first_row + token])
+                position = T.meta_var(self.a.query_positions[self.work.first_row + token])
                 self.first_position[h] = first_in_window(self.window, position) - k_offset
 
     @inline

@@ -46,9 +46,9 @@ class VisibleColumns:
     def begin(self, sequence, num_pages):
         """Load the lengths and positions of a sequence."""
         self.kv_len = self.lengths.kv_len(sequence, num_pages)
-        self.first_position = self.a.k_rope_pos_offset[sequence]
+        self.first_position = self.a.first_positions[sequence]
         self.length = self.first_position + self.kv_len
-        self.q_position = self.a.q_rope_position[sequence]
+        self.q_position = self.a.query_positions[sequence]
         self.gap.begin(sequence)
         if self.lengths.has_gaps:
             self.length -= self.gap.num_dropped

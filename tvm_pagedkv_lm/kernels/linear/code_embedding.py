@@ -3,7 +3,7 @@
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import F32, ramp, store, temp
+from tir_kernels.cpu.isa.simd import F32, ramp, store, temp
 from tir_kernels.define import target_attributes
 from tir_kernels.script import inline, prim_func
 from tir_kernels.spec import ITEMSIZE

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import F32, broadcast, load, ramp, store, temp, vector_type
+from tir_kernels.cpu.isa.simd import F32, broadcast, load, ramp, store, temp, vector_type
 from tir_kernels.spec import STORED_ITEMSIZE
 
 from . import mxfp4_kernels as mxfp4

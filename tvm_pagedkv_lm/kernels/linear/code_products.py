@@ -10,9 +10,10 @@ from itertools import product
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu import words
-from tir_kernels.cpu.byte_shuffles import INT32
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.bytes import words
+from tir_kernels.cpu.isa.bytes.byte_shuffles import INT32
+from tir_kernels.cpu.isa.bytes.vnni import UnsignedDots
+from tir_kernels.cpu.isa.simd import (
     F32,
     Register,
     broadcast,
@@ -23,7 +24,6 @@ from tir_kernels.cpu.simd import (
     temp,
     vector_type,
 )
-from tir_kernels.cpu.vnni import UnsignedDots
 
 from ...formats.weight_formats import GROUP
 from . import mxfp4_kernels as mxfp4

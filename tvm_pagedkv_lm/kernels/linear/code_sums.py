@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.simd import (
     CACHE_LINE_BYTES,
     F32,
     INTO_L1,
@@ -22,7 +22,7 @@ from tir_kernels.cpu.simd import (
     store,
     temp,
 )
-from tir_kernels.cpu.stack import ALIGN_STACK, align_stack
+from tir_kernels.cpu.isa.stack import ALIGN_STACK, align_stack
 
 from .code_matrix import CodeMatrix
 from .code_products import llvm_helpers, products_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import load, store, temp, wide_temp
+from tir_kernels.cpu.isa.simd import load, store, temp, wide_temp
 
 from ..rows.emit import built_once, parallel_if, rows_kernel
 from .code_matrix import CodeMatrix

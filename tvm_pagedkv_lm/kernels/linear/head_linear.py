@@ -8,7 +8,7 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import store, temp
+from tir_kernels.cpu.isa.simd import store, temp
 
 from ...config.options import BuildOptions
 from ..rows.emit import built_once, parallel_if, rows_kernel

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import load, store
+from tir_kernels.cpu.isa.simd import load, store
 
 from ..rows.emit import built_once, rows_kernel
 from .packed_layout import PackedMatrix

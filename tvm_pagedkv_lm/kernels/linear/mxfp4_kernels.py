@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import F32, broadcast, constant, temp, vector_type
+from tir_kernels.cpu.isa.simd import F32, broadcast, constant, temp, vector_type
 
 from ...formats.mxfp4 import DOUBLED, LARGEST
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tir_kernels.cpu.amx import SIDE
+from tir_kernels.cpu.isa.matrices.amx import SIDE
 from tir_kernels.spec import VectorTarget
 
 from .output_blocks import OutputBlocks

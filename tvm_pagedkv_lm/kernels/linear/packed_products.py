@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.bf16 import PairOperands
-from tir_kernels.cpu.operands import Float32Operands
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.bf16 import PairOperands
+from tir_kernels.cpu.isa.operands import Float32Operands
+from tir_kernels.cpu.isa.simd import (
     F32,
     Register,
     broadcast,

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 from tvm.script import tirx as T
 
-from tir_kernels.cpu import words
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.bytes import words
+from tir_kernels.cpu.isa.bytes.two_bytes import MOST
+from tir_kernels.cpu.isa.bytes.vnni import UnsignedDots
+from tir_kernels.cpu.isa.simd import (
     F32,
     add,
     broadcast,
@@ -25,8 +27,6 @@ from tir_kernels.cpu.simd import (
     temp,
     vector_type,
 )
-from tir_kernels.cpu.two_bytes import MOST
-from tir_kernels.cpu.vnni import UnsignedDots
 from tir_kernels.define import target_attributes
 from tir_kernels.script import inline, prim_func
 from tir_kernels.spec import ITEMSIZE

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.amx import SIDE
-from tir_kernels.cpu.bf16 import INT32
-from tir_kernels.cpu.components.tile_pairs import TilePairs
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.bf16 import INT32
+from tir_kernels.cpu.isa.matrices.amx import SIDE
+from tir_kernels.cpu.isa.matrices.tile_pairs import TilePairs
+from tir_kernels.cpu.isa.simd import (
     F32,
     broadcast,
     constant,
@@ -26,7 +26,7 @@ from tir_kernels.cpu.simd import (
     temp,
     vector_type,
 )
-from tir_kernels.cpu.stack import ALIGN_STACK, align_stack
+from tir_kernels.cpu.isa.stack import ALIGN_STACK, align_stack
 
 from ...formats.weight_formats import GROUP
 from .code_matrix import CodeMatrix

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.amx import SIDE
-from tir_kernels.cpu.bf16 import INT32
-from tir_kernels.cpu.components.tile_pairs import TilePairs
-from tir_kernels.cpu.simd import broadcast, chunks, store, temp
+from tir_kernels.cpu.isa.bf16 import INT32
+from tir_kernels.cpu.isa.matrices.amx import SIDE
+from tir_kernels.cpu.isa.matrices.tile_pairs import TilePairs
+from tir_kernels.cpu.isa.simd import broadcast, chunks, store, temp
 
 from .packed_layout import PackedMatrix
 from .packed_products import PackedProducts

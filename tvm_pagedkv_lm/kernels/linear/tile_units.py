@@ -23,11 +23,11 @@ from contextlib import contextmanager
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.amx import SIDE
-from tir_kernels.cpu.bf16 import INT32
-from tir_kernels.cpu.components.amx_tile import AmxTile, NarrowAmxTile
-from tir_kernels.cpu.components.tile_pairs import TilePairs
-from tir_kernels.cpu.simd import F32, temp
+from tir_kernels.cpu.isa.bf16 import INT32
+from tir_kernels.cpu.isa.matrices.amx import SIDE
+from tir_kernels.cpu.isa.matrices.amx_tile import AmxTile, NarrowAmxTile
+from tir_kernels.cpu.isa.matrices.tile_pairs import TilePairs
+from tir_kernels.cpu.isa.simd import F32, temp
 
 from .output_blocks import OutputBlocks
 from .packed_products import DEPTH, UNIT_ROWS

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import temp
+from tir_kernels.cpu.isa.simd import temp
 
 from ..rows.emit import parallel_if
 from .code_matrix import CodeMatrix

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import load, store
+from tir_kernels.cpu.isa.simd import load, store
 
 from .output_blocks import OutputBlocks
 

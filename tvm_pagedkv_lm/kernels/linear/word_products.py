@@ -8,8 +8,8 @@ from itertools import product
 
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import Register, broadcast, load, store, temp, vector_type
-from tir_kernels.cpu.words import INT32, LANES, both_words, dot
+from tir_kernels.cpu.isa.bytes.words import INT32, LANES, both_words, dot
+from tir_kernels.cpu.isa.simd import Register, broadcast, load, store, temp, vector_type
 
 from ...formats.weight_formats import GROUP
 from . import mxfp4_kernels as mxfp4

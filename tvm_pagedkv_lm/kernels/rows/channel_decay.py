@@ -8,8 +8,8 @@ import math
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu import simd
-from tir_kernels.cpu.simd import broadcast, constant, load, store, temp
+from tir_kernels.cpu.isa import simd
+from tir_kernels.cpu.isa.simd import broadcast, constant, load, store, temp
 from tir_kernels.semantics.decay import exp
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.config import RecurrentConfig

@@ -8,8 +8,8 @@ import math
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.cos_sin import CosSin
-from tir_kernels.cpu.simd import F32, broadcast, exp2, load, store, temp
+from tir_kernels.cpu.isa.cos_sin import CosSin
+from tir_kernels.cpu.isa.simd import F32, broadcast, exp2, load, store, temp
 from tir_kernels.spec import RopeSpec, VectorTarget
 
 from ...config.latent_config import Latent

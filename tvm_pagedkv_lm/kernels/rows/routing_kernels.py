@@ -13,7 +13,7 @@ import math
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import F32, Register, broadcast, constant, exp2, load, store, temp
+from tir_kernels.cpu.isa.simd import F32, Register, broadcast, constant, exp2, load, store, temp
 from tir_kernels.spec import LOG2E, VectorTarget
 
 from ...config.expert_config import Experts

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.components.logits import soft_cap
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.simd import (
     Register,
     add,
     broadcast,
@@ -21,6 +20,7 @@ from tir_kernels.cpu.simd import (
     store,
     temp,
 )
+from tir_kernels.cpu.softmax.logits import soft_cap
 from tir_kernels.spec import LOG2E, VectorTarget
 
 from ...config.decoder_config import QueryScale

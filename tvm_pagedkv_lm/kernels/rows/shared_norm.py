@@ -14,7 +14,7 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.simd import (
     F32,
     Register,
     add,

@@ -8,7 +8,7 @@ import math
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.simd import (
     Register,
     add,
     broadcast,

@@ -11,7 +11,7 @@ import math
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import (
+from tir_kernels.cpu.isa.simd import (
     F32,
     Register,
     broadcast,
@@ -21,9 +21,7 @@ from tir_kernels.cpu.simd import (
     store,
     temp,
 )
-from tir_kernels.cpu.simd import (
-    add as plus,
-)
+from tir_kernels.cpu.isa.simd import add as plus
 from tir_kernels.spec import VectorTarget
 
 from .emit import built_once, parallel_if, rows_kernel

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where K and V lie in pages, and the numbers that their bits stand for."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits, the online softmax, partial states and the outputs of attention."""

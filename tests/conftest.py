@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .support.expected_skips import pytest_configure  # noqa: F401  (a hook)
-from .support.older_release import IS_OLDER, skip_if_absent
-from .support.selections import (
+from .support.harness.expected_skips import pytest_configure  # noqa: F401  (a hook)
+from .support.harness.older_release import IS_OLDER, skip_if_absent
+from .support.harness.selections import (
     find_refused,
     find_spared,
     is_optimized,
@@ -40,7 +40,7 @@ from tvm.testing.env import has_cuda  # noqa: E402
 
 from tvm_pagedkv.compiler import vector_target  # noqa: E402
 
-from .support import fast_compilation, foreign_code, script_frames  # noqa: E402
+from .support.harness import fast_compilation, foreign_code, script_frames  # noqa: E402
 
 script_frames.install()
 foreign_code.install()
@@ -123,7 +123,7 @@ def pytest_collection_finish():
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def runner(request):
     """Run kernels for GPUs on the emulator and, where `-m gpu` selects it, on the GPU."""
-    from .support.gpu import kernels_on_gpu
+    from .support.emulators.gpu import kernels_on_gpu
 
     with kernels_on_gpu() if request.param == "gpu" else nullcontext():
         yield
@@ -134,7 +134,7 @@ def device(monkeypatch):
     """Put an emulated CUDA device in the place of CUDA in TVM's runtime."""
     import tvm
 
-    from .support.cuda_emulator.device import plugged_in
+    from .support.emulators.cuda_emulator.device import plugged_in
 
     if tvm.cuda(0).exist:
         pytest.skip("this machine has the device that is emulated")

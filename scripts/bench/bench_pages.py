@@ -193,7 +193,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("TVM_NUM_THREADS", str(NUM_THREADS))  # read at the first launch
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.support.stock import stock_kernels
+    from tests.support.emulators.stock import stock_kernels
 
     streams = Streams()
     print(f"{NUM_THREADS} threads, {HEADS}/{KV_HEADS} heads of {DIM}, pages of {PAGE}")

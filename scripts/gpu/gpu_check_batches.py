@@ -9,7 +9,7 @@ import torch
 import tvm_ffi
 from gpu_check_codes import numbers, random_pages
 
-from tests.support import tolerances
+from tests.support.harness import tolerances
 
 THETA = 1e4
 

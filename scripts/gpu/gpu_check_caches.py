@@ -16,8 +16,9 @@ from gpu_check_pair import POPPABLE, Kernels, Pair
 import tvm_pagedkv as pkv
 from tests import reference
 from tests.reference import quantized
-from tests.support import recurrent_world, step_array_cases
-from tests.support.python_kernels import share_every_prefix
+from tests.support.cases.kernels import step_array_cases
+from tests.support.emulators.python_kernels import share_every_prefix
+from tests.support.worlds import recurrent_world
 
 
 def check_forwards(kernels: Kernels, size: int, seed: int = 0) -> str:

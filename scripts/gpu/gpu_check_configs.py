@@ -7,7 +7,7 @@ from typing import Any
 
 CODED = ("float16-int8", "bfloat16-float8_e4m3fn", "bfloat16-int4")
 NAMES = ("bfloat16", "bfloat16-wide", "float16", "float16-wide", "float32", *CODED)
-RECURRENT = "recurrent"  # caches with states: `tests.support.recurrent_world` has their layers
+RECURRENT = "recurrent"  # layers: `tests.support.worlds.recurrent_world`
 RECURRENT_OPTIONS = {"dtype": "bfloat16", "checkpoint_tokens": 8, "history_tokens": 16}
 YARN = {
     "rope_type": "yarn",

@@ -19,7 +19,8 @@ from gpu_check_configs import CODED, NAMES, RECURRENT, RECURRENT_OPTIONS, config
 from tvm.target import Target
 
 import tvm_pagedkv as pkv
-from tests.support import recurrent_world, stock
+from tests.support.emulators import stock
+from tests.support.worlds import recurrent_world
 from tir_kernels.releases import export_cuda_host
 from tvm_pagedkv import _library
 from tvm_pagedkv.bundle import cuda as bundle_cuda

@@ -13,7 +13,7 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 from tests import reference
 from tests.reference.window import WindowedReferenceCache
-from tests.support.python_kernels import poison, shuffle
+from tests.support.emulators.python_kernels import poison, shuffle
 from tir_kernels.codec import CODECS
 
 MODES = ("none", "normal", "inline")

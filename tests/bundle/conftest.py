@@ -11,7 +11,7 @@ import pytest
 
 from tvm_pagedkv_lm.cli import command as cli
 
-from ..support.bundle_cases import CONFIG, SECOND
+from ..support.cases.caches.bundle_cases import CONFIG, SECOND
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tvm_pagedkv.bundle import writer as bundle_writer
 from tvm_pagedkv.bundle.load import choose_target
 
 from .. import reference
-from ..support.bundle_cases import (
+from ..support.cases.caches.bundle_cases import (
     CONFIG,
     IS_X86,
     ROWS,
@@ -34,10 +34,10 @@ from ..support.bundle_cases import (
     refused,
     rewrite,
 )
-from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
-from ..support.dict_store import DictStore
-from ..support.fast_compilation import path_of_children
-from ..support.permissive_steps import permissive_step
+from ..support.emulators.dict_store import DictStore
+from ..support.harness.cpp_build import BUILDS, ROOT, needs_cmake, run
+from ..support.harness.fast_compilation import path_of_children
+from ..support.worlds.permissive_steps import permissive_step
 
 V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "pni", "popcnt"}
 V3 |= {"sse4_1", "sse4_2", "ssse3"}

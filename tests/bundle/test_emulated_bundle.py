@@ -14,9 +14,9 @@ import pytest
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.bundle_cases import CONFIG, ROWS, SCALING, expected
-from ..support.cpp_build import BUILDS, ROOT, build, locked, needs_cmake, run
-from ..support.emulated_cpus import CPUS, EmulatedCPU
+from ..support.cases.caches.bundle_cases import CONFIG, ROWS, SCALING, expected
+from ..support.emulators.emulated_cpus import CPUS, EmulatedCPU
+from ..support.harness.cpp_build import BUILDS, ROOT, build, locked, needs_cmake, run
 
 TARGETS = {
     "x86_64": ["x86-64", "x86-64-v3", "x86-64-v4"],

@@ -11,7 +11,7 @@ import tvm_ffi
 
 import tvm_pagedkv  # noqa: F401  (registers the functions)
 
-from ..support.in_child import failures
+from ..support.harness.in_child import failures
 
 load = tvm_ffi.get_global_func("pagedkv.load_bundle")
 choose = tvm_ffi.get_global_func("pagedkv.choose_bundle_target")

@@ -16,7 +16,7 @@ import tir_kernels
 import tvm_pagedkv as pkv
 from tvm_pagedkv_lm.cli import command as cli
 
-from ..support.bundle_cases import IS_X86, refused, rewrite
+from ..support.cases.caches.bundle_cases import IS_X86, refused, rewrite
 
 
 @pytest.mark.parametrize("pattern", ["kernels/{}.0.so", "lib/*/libtvm_runtime.so", "manifest.json"])

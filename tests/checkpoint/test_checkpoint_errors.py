@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from safetensors.numpy import load_file, save_file  # noqa: E402
+from safetensors.numpy import load_file, save_file
 
-from tvm_pagedkv_lm import DecoderModel, config_from_fields  # noqa: E402
-from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, config_from_fields
+from tvm_pagedkv_lm.model.source import TINY
 
 NORM = "model.layers.1.input_layernorm.weight"
 

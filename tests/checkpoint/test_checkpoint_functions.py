@@ -14,11 +14,18 @@ from tvm_ffi import Shape, get_global_func
 import tvm_pagedkv as pkv
 
 from ..reference.checkpoint import page_group
-from ..support.checkpoint_cases import LAYERS, Fed, call, export, fed_in_chunks, restore
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import make_cache, snapshot
-from ..support.stock import create_positional, stock_kernels
-from ..support.tree_cache_cases import TreePair
+from ..support.cases.caches.checkpoint_cases import (
+    LAYERS,
+    Fed,
+    call,
+    export,
+    fed_in_chunks,
+    restore,
+)
+from ..support.cases.caches.tree_cache_cases import TreePair
+from ..support.emulators.python_kernels import make_cache, snapshot
+from ..support.emulators.stock import create_positional, stock_kernels
+from ..support.worlds.permissive_steps import permissive_step
 
 STATE = "vm.builtin.kv_state_"
 

@@ -10,8 +10,22 @@ import numpy as np
 import pytest
 import tvm
 
-from ..support.checkpoint_cases import Fed, call, empty_groups, export, fed_in_chunks, restore
-from ..support.python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache, snapshot
+from ..support.cases.caches.checkpoint_cases import (
+    Fed,
+    call,
+    empty_groups,
+    export,
+    fed_in_chunks,
+    restore,
+)
+from ..support.emulators.python_kernels import (
+    KERNELS,
+    LAYER,
+    MLA_KERNELS,
+    MLA_LAYER,
+    make_cache,
+    snapshot,
+)
 
 
 def test_metadata_says_what_the_groups_are():

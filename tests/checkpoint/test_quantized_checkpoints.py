@@ -15,9 +15,8 @@ from tvm_pagedkv.cache.conversion import types_of
 from .. import reference
 from ..reference import quantized as quantized_reference
 from ..reference.checkpoint import page_group
-from ..support.checkpoint_cases import call, export, restore
-from ..support.python_kernels import snapshot
-from ..support.quantized_cache_cases import (
+from ..support.cases.caches.checkpoint_cases import call, export, restore
+from ..support.cases.caches.quantized_cache_cases import (
     CODEC_NAMES,
     LAYER,
     MLA_LAYER,
@@ -26,6 +25,7 @@ from ..support.quantized_cache_cases import (
     QuantizedPair,
     quantized_layers,
 )
+from ..support.emulators.python_kernels import snapshot
 
 LAYERS = [LAYER, SLIDING_LAYER, MLA_LAYER, LAYER]
 TYPES = ("float32", "float16", *CODEC_NAMES)

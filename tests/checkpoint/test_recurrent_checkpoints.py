@@ -12,9 +12,9 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 
-from ..support.checkpoint_cases import call, export, restore
-from ..support.recurrent_world import Text, World, outputs
-from ..support.selections import with_slow
+from ..support.cases.caches.checkpoint_cases import call, export, restore
+from ..support.harness.selections import with_slow
+from ..support.worlds.recurrent_world import Text, World, outputs
 
 POPPABLE = 16
 

@@ -19,8 +19,8 @@ from tvm_pagedkv.cache import checkpoint
 from tvm_pagedkv.compiler.create import rope_details
 
 from ..reference.checkpoint import page_group
-from ..support.checkpoint_cases import LAYERS, Fed, call, export, forked
-from ..support.permissive_steps import permissive_step
+from ..support.cases.caches.checkpoint_cases import LAYERS, Fed, call, export, forked
+from ..support.worlds.permissive_steps import permissive_step
 
 STEPS = ({3: 1, 4: 1, 5: 1}, {5: 6, 3: 2}, {4: 9})
 
@@ -140,7 +140,7 @@ def test_no_sequences(tmp_path):
 
 CHILD = """
 import sys
-from tests.support.checkpoint_cases import Fed
+from tests.support.cases.caches.checkpoint_cases import Fed
 from tests.checkpoint.test_save_load import go_on
 target = Fed("all", 7, max_total_tokens=320)
 target.cache.load(sys.argv[1])

@@ -16,10 +16,10 @@ import tvm
 import tvm_pagedkv as pkv
 from tvm_pagedkv.cache import checkpoint
 
-from ..support.checkpoint_cases import Fed, call, export, forked
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import make_cache, snapshot
-from ..support.python_tree_kernels import KERNELS_WITH_TREES
+from ..support.cases.caches.checkpoint_cases import Fed, call, export, forked
+from ..support.emulators.python_kernels import make_cache, snapshot
+from ..support.emulators.python_tree_kernels import KERNELS_WITH_TREES
+from ..support.worlds.permissive_steps import permissive_step
 
 
 @pytest.fixture(scope="module")

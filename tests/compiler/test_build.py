@@ -21,8 +21,8 @@ from tvm_pagedkv.compiler.targets import native_target
 from tvm_pagedkv.config import KVCacheConfig, LayerSpec, RopeConfig
 
 from .. import reference
-from ..support import fast_compilation
-from ..support.fast_compilation import path_of_children
+from ..support.harness import fast_compilation
+from ..support.harness.fast_compilation import path_of_children
 
 # The package's attribute of this name is the function.
 build = importlib.import_module("tvm_pagedkv.compiler.build")

@@ -15,7 +15,7 @@ from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import choices, class_of, resolve_target, targets, vector_target
 from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
 
-from ..support.kernel_specs import BF16, make_spec
+from ..support.cases.kernels.kernel_specs import BF16, make_spec
 
 needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 CPUs")
 BEYOND = ["+avx512bf16", "+avx512vnni"]

@@ -20,8 +20,8 @@ from tvm_pagedkv.compiler import cache_folder, disk_cache
 from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.compiler.disk_cache import code_versions, sealed_file
 
-from ..support.fast_compilation import path_of_children
-from ..support.in_child import failures
+from ..support.harness.fast_compilation import path_of_children
+from ..support.harness.in_child import failures
 
 DAY = 24 * 3600
 NOBODY = 65534

@@ -16,8 +16,8 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.compiler import resolve_target, targets
 from tvm_pagedkv.compiler.disk_cache import load_library
 
-from ..support import fast_compilation
-from ..support.foreign_code import runs_here
+from ..support.harness import fast_compilation
+from ..support.harness.foreign_code import runs_here
 
 HIDE = "TVM_PAGEDKV_CPU_FEATURES"
 CONFIG = pkv.KVCacheConfig(1, 2, 1, 32, dtype="float32", page_size=4)

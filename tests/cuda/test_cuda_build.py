@@ -19,7 +19,7 @@ from tvm_pagedkv.compiler.cuda import families
 from tvm_pagedkv.compiler.cuda.library import DeviceCode, compile_library, device_code, find_nvcc
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
-from ..support.cuda_cases import F16, F32, make_spec
+from ..support.cases.kernels.cuda_cases import F16, F32, make_spec
 
 try:
     NVCC = find_nvcc()

@@ -23,10 +23,18 @@ from tvm_pagedkv.compiler.cuda.library import DeviceCode
 from tvm_pagedkv_lm.cli import command as cli
 
 from .. import reference
-from ..support.bundle_cases import CONFIG, ROWS, SCALING, SEQUENCE, expected, inputs, rewrite
-from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
-from ..support.cuda_emulator.device import plugged_in
-from ..support.permissive_steps import permissive_step
+from ..support.cases.caches.bundle_cases import (
+    CONFIG,
+    ROWS,
+    SCALING,
+    SEQUENCE,
+    expected,
+    inputs,
+    rewrite,
+)
+from ..support.emulators.cuda_emulator.device import plugged_in
+from ..support.harness.cpp_build import BUILDS, ROOT, needs_cmake, run
+from ..support.worlds.permissive_steps import permissive_step
 from .test_cuda_build import needs_nvcc
 
 needs_no_device = pytest.mark.skipif(

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ..support.attention_cases import cuda_text
-from ..support.cache_cases import DIM, HEADS, PlainPair, layer_of
-from ..support.cuda_cases import make_spec
-from ..support.cuda_emulator import library
-from ..support.cuda_emulator.translate import translate
-from ..support.python_kernels import (
+from ..support.cases.caches.cache_cases import DIM, HEADS, PlainPair, layer_of
+from ..support.cases.kernels.attention_cases import cuda_text
+from ..support.cases.kernels.cuda_cases import make_spec
+from ..support.emulators.cuda_emulator import library
+from ..support.emulators.cuda_emulator.translate import translate
+from ..support.emulators.python_kernels import (
     KERNELS,
     LAYER,
     copy_pages,

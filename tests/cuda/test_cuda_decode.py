@@ -13,10 +13,17 @@ from tir_kernels.spec import RopeSpec
 
 from .. import reference
 from ..kernels.test_window_kernels import WindowBatch
-from ..support import attention_cases
-from ..support.attention_cases import PagedBatch, cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import (
+from ..support.cases.kernels import attention_cases
+from ..support.cases.kernels.attention_cases import PagedBatch, cuda_text
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.emulators.cuda_emulator import (
     block_shared_bytes,
     emulated,
     launches,
@@ -24,7 +31,7 @@ from ..support.cuda_emulator import (
     mutated,
     wrong_schedules,
 )
-from ..support.selections import every_nth, latin_square
+from ..support.harness.selections import every_nth, latin_square
 
 KIB = 1024
 LITTLE = 99 * KIB  # of shared memory that a block may have

@@ -20,12 +20,12 @@ from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.transfer import SharedMemoryChannel, _runtime
 
 from .. import reference
-from ..support.cache_cases import DIM, HEADS, NUM_QO_HEADS, layer_of
-from ..support.checkpoint_cases import Fed, export, forked, restore
-from ..support.python_kernels import KERNELS, LAYER, copy_pages, make_cache, snapshot
-from ..support.python_tree_kernels import KERNELS_WITH_TREES
-from ..support.transfer_cases import TransferPair, append, attend, pump
-from ..support.tree_cache_cases import TreePair
+from ..support.cases.caches.cache_cases import DIM, HEADS, NUM_QO_HEADS, layer_of
+from ..support.cases.caches.checkpoint_cases import Fed, export, forked, restore
+from ..support.cases.caches.transfer_cases import TransferPair, append, attend, pump
+from ..support.cases.caches.tree_cache_cases import TreePair
+from ..support.emulators.python_kernels import KERNELS, LAYER, copy_pages, make_cache, snapshot
+from ..support.emulators.python_tree_kernels import KERNELS_WITH_TREES
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from tir_kernels.define import target_attributes
 from tir_kernels.script import inline, prim_func
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
-from ..support.cuda_emulator import (
+from ..support.emulators.cuda_emulator import (
     SCHEDULES,
     Launch,
     Schedule,

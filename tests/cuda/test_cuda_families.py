@@ -17,7 +17,7 @@ from tir_kernels.spec import CudaTarget
 from tvm_pagedkv.compiler.cuda import families
 from tvm_pagedkv.compiler.cuda.library import DeviceCode, device_code
 
-from ..support.cuda_cases import F16, F32, make_spec
+from ..support.cases.kernels.cuda_cases import F16, F32, make_spec
 from .test_cuda_build import needs_nvcc
 
 HOPPER = families.family_of("90a")

@@ -17,16 +17,16 @@ from tir_kernels.spec import CudaTarget, RopeSpec
 from .. import reference
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch
-from ..support import attention_cases
-from ..support.attention_cases import (
+from ..support.cases.kernels import attention_cases
+from ..support.cases.kernels.attention_cases import (
     PagedBatch,
     RaggedBatch,
     altered_kernels,
     cuda_text,
     random_reach,
 )
-from ..support.cuda_cases import BF16, F16, make_spec, parametrize_seed
-from ..support.cuda_emulator import (
+from ..support.cases.kernels.cuda_cases import BF16, F16, make_spec, parametrize_seed
+from ..support.emulators.cuda_emulator import (
     emulated,
     is_right,
     launches,
@@ -34,9 +34,9 @@ from ..support.cuda_emulator import (
     mutated,
     wrong_schedules,
 )
-from ..support.cuda_emulator.device import plugged_in
-from ..support.mutated_source import Mistake
-from ..support.selections import few_of
+from ..support.emulators.cuda_emulator.device import plugged_in
+from ..support.harness.mutated_source import Mistake
+from ..support.harness.selections import few_of
 
 HOPPER = CudaTarget("sm_90a")
 SPECS = {

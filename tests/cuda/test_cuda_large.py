@@ -17,9 +17,9 @@ from tir_kernels.signatures.arrays import match_int32
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from .. import reference
-from ..support.attention_cases import compiled, cuda_text, tensors_for
-from ..support.cuda_cases import F16, make_spec
-from ..support.cuda_emulator import emulated, mutated
+from ..support.cases.kernels.attention_cases import compiled, cuda_text, tensors_for
+from ..support.cases.kernels.cuda_cases import F16, make_spec
+from ..support.emulators.cuda_emulator import emulated, mutated
 
 SPEC = make_spec((2, 1), 64)
 PAGE_ELEMENTS = 2 * SPEC.page_size * SPEC.qk_head_dim

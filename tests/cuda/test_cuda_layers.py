@@ -9,12 +9,12 @@ import pytest
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.cache_cases import DIM, NUM_KV_HEADS, NUM_QO_HEADS, PlainPair
-from ..support.mla_cache_cases import CKV, KPE, QK_DIM, V_DIM, MLAPair
-from ..support.mla_cache_cases import HEADS as MLA_HEADS
-from ..support.python_kernels import shuffle
-from ..support.selections import few_of
-from ..support.sequence_window_cases import WindowPair
+from ..support.cases.caches.cache_cases import DIM, NUM_KV_HEADS, NUM_QO_HEADS, PlainPair
+from ..support.cases.caches.mla_cache_cases import CKV, KPE, QK_DIM, V_DIM, MLAPair
+from ..support.cases.caches.mla_cache_cases import HEADS as MLA_HEADS
+from ..support.cases.caches.sequence_window_cases import WindowPair
+from ..support.emulators.python_kernels import shuffle
+from ..support.harness.selections import few_of
 
 
 def make_cache(device, layers: list[pkv.LayerSpec], **fields) -> pkv.KVCache:

@@ -11,11 +11,18 @@ import pytest
 from tir_kernels.spec import RopeSpec
 
 from ..kernels.test_shared_prefix_kernel import SharedBatch
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import launches, multiprocessors
-from ..support.mla_cases import LatentBatch
-from ..support.selections import with_slow
-from ..support.tree_cases import LatentTrees
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.tree_cases import LatentTrees
+from ..support.emulators.cuda_emulator import launches, multiprocessors
+from ..support.harness.selections import with_slow
 from .test_cuda_trees import paged_trees
 
 NONE = RopeSpec(rotary_dim=0)

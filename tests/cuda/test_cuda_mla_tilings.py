@@ -9,11 +9,17 @@ from tir_kernels.cuda.tiles.tiling import Tiling
 from tir_kernels.spec import RopeSpec
 
 from ..kernels.test_shared_prefix_kernel import SharedBatch
-from ..support.attention_cases import cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec
-from ..support.cuda_emulator import block_shared_bytes, emulated, launches, multiprocessors, mutated
-from ..support.mla_cases import LatentBatch
-from ..support.tree_cases import LatentTrees
+from ..support.cases.kernels.attention_cases import cuda_text
+from ..support.cases.kernels.cuda_cases import BF16, F16, F32, make_spec
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.tree_cases import LatentTrees
+from ..support.emulators.cuda_emulator import (
+    block_shared_bytes,
+    emulated,
+    launches,
+    multiprocessors,
+    mutated,
+)
 
 KIB = 1024
 # Shared memory of a block -> rows of a tile, at most; of 8.6, 8.9 and 12.0, of 8.0, of 9.0.

@@ -17,11 +17,11 @@ from tir_kernels.cuda.components.softmax import OnlineSoftmax
 from tir_kernels.cuda.components.visible_columns import VisibleColumns
 
 from .. import reference
-from ..support.attention_cases import PagedBatch, altered_kernels
-from ..support.cuda_cases import make_spec
-from ..support.cuda_emulator import is_right, multiprocessors
-from ..support.mutated_source import Mistake
-from ..support.selections import every_nth
+from ..support.cases.kernels.attention_cases import PagedBatch, altered_kernels
+from ..support.cases.kernels.cuda_cases import make_spec
+from ..support.emulators.cuda_emulator import is_right, multiprocessors
+from ..support.harness.mutated_source import Mistake
+from ..support.harness.selections import every_nth
 
 ALIBI = tuple(reference.alibi_slopes(4))
 SPEC = dataclasses.replace(make_spec((4, 2), 32, page=8), alibi_slopes=ALIBI)

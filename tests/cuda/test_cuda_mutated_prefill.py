@@ -23,12 +23,12 @@ from tir_kernels.cuda.components.work_items import Items
 
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch
-from ..support.attention_cases import PagedBatch, altered_kernels
-from ..support.cuda_cases import BF16, F16, make_spec
-from ..support.cuda_emulator import is_right, multiprocessors
-from ..support.mla_cases import LatentBatch
-from ..support.mutated_source import Mistake
-from ..support.selections import every_nth
+from ..support.cases.kernels.attention_cases import PagedBatch, altered_kernels
+from ..support.cases.kernels.cuda_cases import BF16, F16, make_spec
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.emulators.cuda_emulator import is_right, multiprocessors
+from ..support.harness.mutated_source import Mistake
+from ..support.harness.selections import every_nth
 
 PAGED = make_spec((4, 2), 32)
 CODES = make_spec((4, 2), 32, (F16, "int8"))

@@ -18,12 +18,18 @@ from tir_kernels.spec import RopeSpec
 from .. import reference
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch
-from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal, tensors_for
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
-from ..support.cuda_emulator import multiprocessors
-from ..support.mla_cases import LatentBatch
-from ..support.selections import every_nth, few_of, latin_square
-from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, random_parents
+from ..support.cases.kernels.attention_cases import (
+    PagedBatch,
+    RaggedBatch,
+    compiled,
+    normal,
+    tensors_for,
+)
+from ..support.cases.kernels.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.tree_cases import LatentTrees, PagedTrees, RaggedTrees, random_parents
+from ..support.emulators.cuda_emulator import multiprocessors
+from ..support.harness.selections import every_nth, few_of, latin_square
 
 NONE = RopeSpec(rotary_dim=0)
 SPECS = {

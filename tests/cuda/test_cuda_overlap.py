@@ -12,9 +12,9 @@ from tir_kernels import build_kernel
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from .. import reference
-from ..support.attention_cases import PagedBatch
-from ..support.cuda_cases import make_spec
-from ..support.cuda_emulator import (
+from ..support.cases.kernels.attention_cases import PagedBatch
+from ..support.cases.kernels.cuda_cases import make_spec
+from ..support.emulators.cuda_emulator import (
     SCHEDULES,
     emulated,
     launches,

@@ -11,17 +11,9 @@ from tir_kernels.spec import RopeSpec
 
 from .. import reference
 from ..kernels.test_rope import ORIGINAL, specs_of
-from ..support.attention_cases import compiled, cuda_text, tensors_for
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
-from ..support.cuda_emulator import (
-    SCHEDULES,
-    counting_loads,
-    emulated,
-    mutated,
-    num_loads,
-    schedule,
-)
-from ..support.page_kernel_cases import (
+from ..support.cases.kernels.attention_cases import compiled, cuda_text, tensors_for
+from ..support.cases.kernels.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
+from ..support.cases.kernels.page_kernel_cases import (
     check_compact_copy,
     check_copy_pages,
     check_copy_single_page,
@@ -32,7 +24,15 @@ from ..support.page_kernel_cases import (
     check_transpose_append,
     fused,
 )
-from ..support.selections import latin_square
+from ..support.emulators.cuda_emulator import (
+    SCHEDULES,
+    counting_loads,
+    emulated,
+    mutated,
+    num_loads,
+    schedule,
+)
+from ..support.harness.selections import latin_square
 
 SPECS = {
     "8:2x128-f16-p16": make_spec((8, 2), 128),

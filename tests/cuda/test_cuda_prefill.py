@@ -14,10 +14,18 @@ from tir_kernels.spec import RopeSpec
 
 from .. import reference
 from ..kernels.test_window_kernels import WindowBatch
-from ..support import attention_cases
-from ..support.attention_cases import PagedBatch, RaggedBatch, cuda_text, random_reach
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import (
+from ..support.cases.kernels import attention_cases
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch, cuda_text, random_reach
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.cases.kernels.kernel_specs import YARN
+from ..support.emulators.cuda_emulator import (
     SCHEDULES,
     emulated,
     launches,
@@ -26,8 +34,7 @@ from ..support.cuda_emulator import (
     schedule,
     wrong_schedules,
 )
-from ..support.kernel_specs import YARN
-from ..support.selections import every_nth, with_slow
+from ..support.harness.selections import every_nth, with_slow
 
 SPECS = {
     "8:2x128-f16-p16": make_spec((8, 2), 128),

@@ -14,12 +14,25 @@ from tir_kernels.spec import RopeSpec
 
 from .. import reference
 from ..kernels.test_window_kernels import WindowBatch
-from ..support import attention_cases
-from ..support.attention_cases import PagedBatch, RaggedBatch, cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import emulated, launches, multiprocessors, mutated
-from ..support.selections import few_of
-from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
+from ..support.cases.kernels import attention_cases
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch, cuda_text
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.cases.kernels.tree_cases import (
+    LatentTrees,
+    PagedTrees,
+    RaggedTrees,
+    chain,
+    random_parents,
+)
+from ..support.emulators.cuda_emulator import emulated, launches, multiprocessors, mutated
+from ..support.harness.selections import few_of
 
 SPECS = {
     "5:1x80-bf16-p4": make_spec((5, 1), 80, (BF16, BF16), 4),

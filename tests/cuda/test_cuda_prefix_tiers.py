@@ -13,10 +13,10 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 
-from ..support.cache_cases import DIM, HEADS, NUM_QO_HEADS, layer_of
-from ..support.dict_store import DictStore
-from ..support.host_memory import flip_bit_of
-from ..support.python_kernels import KERNELS, LAYER, make_cache
+from ..support.cases.caches.cache_cases import DIM, HEADS, NUM_QO_HEADS, layer_of
+from ..support.emulators.dict_store import DictStore
+from ..support.emulators.python_kernels import KERNELS, LAYER, make_cache
+from ..support.harness.host_memory import flip_bit_of
 
 FIELDS = {"page_size": 4, "max_total_tokens": 64, "max_num_sequences": 2}
 

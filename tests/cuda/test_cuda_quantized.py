@@ -14,13 +14,20 @@ from tir_kernels.spec import RopeSpec
 from .. import reference
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch
-from ..support.attention_cases import PagedBatch
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import multiprocessors
-from ..support.mla_cases import LatentBatch
-from ..support.quantized_attention_cases import quantized_case
-from ..support.selections import latin_square, with_slow
-from ..support.tree_cases import LatentTrees, PagedTrees
+from ..support.cases.kernels.attention_cases import PagedBatch
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.quantized_attention_cases import quantized_case
+from ..support.cases.kernels.tree_cases import LatentTrees, PagedTrees
+from ..support.emulators.cuda_emulator import multiprocessors
+from ..support.harness.selections import latin_square, with_slow
 from .test_cuda_trees import paged_trees
 
 INT8, FP8, INT4 = "int8", "float8_e4m3fn", "int4"

@@ -9,10 +9,10 @@ import pytest
 
 from tir_kernels.spec import RopeSpec
 
-from ..support import quantized_cases
-from ..support.attention_cases import tensor
-from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
-from ..support.selections import every_nth, with_slow
+from ..support.cases.kernels import quantized_cases
+from ..support.cases.kernels.attention_cases import tensor
+from ..support.cases.kernels.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.harness.selections import every_nth, with_slow
 
 INT8, FP8, INT4 = "int8", "float8_e4m3fn", "int4"
 PARTIAL = RopeSpec(rotary_dim=20)

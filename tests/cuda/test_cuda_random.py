@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ..cache.test_cache_random import OPERATIONS, WORLDS, make_pair
-from ..support.random_run import run
-from ..support.selections import with_slow
+from ..cache.random.test_cache_random import OPERATIONS, WORLDS, make_pair
+from ..support.harness.selections import with_slow
+from ..support.worlds.random_run import run
 
 NUM_STEPS, PAGE_SIZE = 250, 4
 REPEATED = (

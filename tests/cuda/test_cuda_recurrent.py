@@ -13,12 +13,11 @@ from tir_kernels.recurrent_spec import RULES, RecurrentSpec
 from tir_kernels.spec import CudaTarget, VectorTarget
 
 from .. import reference
-from ..support.attention_cases import tensors_for
-from ..support.conv_cases import SHAPES as CONVOLUTIONS
-from ..support.conv_cases import check_conv
-from ..support.cuda_cases import BF16, F16, F32, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import SCHEDULES, schedule
-from ..support.recurrent_cases import (
+from ..support.cases.kernels.attention_cases import tensors_for
+from ..support.cases.kernels.conv_cases import SHAPES as CONVOLUTIONS
+from ..support.cases.kernels.conv_cases import check_conv
+from ..support.cases.kernels.cuda_cases import BF16, F16, F32, on_gpu_too, parametrize_seed
+from ..support.cases.kernels.recurrent_cases import (
     SHAPES,
     Tokens,
     assert_outputs_close,
@@ -27,14 +26,15 @@ from ..support.recurrent_cases import (
     check_tree,
     states_of,
 )
-from ..support.recurrent_moves import (
+from ..support.cases.kernels.recurrent_moves import (
     check_append,
     check_compact_copy,
     check_copy_pages,
     check_copy_single_page,
     check_debug_get_rows,
 )
-from ..support.selections import few_of, latin_square
+from ..support.emulators.cuda_emulator import SCHEDULES, schedule
+from ..support.harness.selections import few_of, latin_square
 
 
 def make_spec(

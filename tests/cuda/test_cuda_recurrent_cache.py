@@ -12,7 +12,7 @@ import tvm
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.recurrent_world import World
+from ..support.worlds.recurrent_world import World
 
 pytestmark = pytest.mark.skipif(
     bool(tvm.cuda(0).exist), reason="this machine has the device that is emulated"

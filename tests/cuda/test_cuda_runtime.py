@@ -12,11 +12,11 @@ import tvm
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.cache_cases import CachePair
-from ..support.in_child import failures
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import shuffle
-from ..support.tree_cache_cases import split
+from ..support.cases.caches.cache_cases import CachePair
+from ..support.cases.caches.tree_cache_cases import split
+from ..support.emulators.python_kernels import shuffle
+from ..support.harness.in_child import failures
+from ..support.worlds.permissive_steps import permissive_step
 
 NUM_QO_HEADS, NUM_KV_HEADS, DIM, WINDOW = 4, 2, 16, 6
 DTYPE = "float16"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import share_every_prefix
+from ..support.emulators.python_kernels import share_every_prefix
+from ..support.worlds.permissive_steps import permissive_step
 from .test_cuda_runtime import DevicePair, make_cache
 
 PAGE = 4
@@ -35,7 +35,7 @@ def grow(pair: DevicePair) -> list:
 
 
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
-def test_forks_of_forks(device, seed):  # noqa: F811
+def test_forks_of_forks(device, seed):
     pair = DevicePair(device, seed=seed)
     rest = grow(pair)
     saved = []

@@ -11,8 +11,8 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 
-from ..support.cache_cases import PlainPair
-from ..support.cuda_emulator import capturing, multiprocessors, take_num_pool_blocks
+from ..support.cases.caches.cache_cases import PlainPair
+from ..support.emulators.cuda_emulator import capturing, multiprocessors, take_num_pool_blocks
 from .test_cuda_layers import make_cache
 
 

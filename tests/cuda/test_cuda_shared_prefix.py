@@ -13,16 +13,23 @@ from tir_kernels.spec import RopeSpec
 from .. import reference
 from ..kernels import test_shared_prefix_kernel
 from ..kernels.test_shared_prefix_kernel import SharedBatch
-from ..support.attention_cases import cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import (
+from ..support.cases.kernels.attention_cases import cuda_text
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.emulators.cuda_emulator import (
     emulated,
     launches,
     multiprocessors,
     mutated,
     wrong_schedules,
 )
-from ..support.selections import with_slow
+from ..support.harness.selections import with_slow
 
 FEW, MANY = 3, 132  # multiprocessors: blocks take several tiles and parts of others, or one part
 NONE = RopeSpec(rotary_dim=0)

@@ -8,11 +8,18 @@ import pytest
 
 from tir_kernels.spec import RopeSpec
 
-from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, sink_logits
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import multiprocessors
-from ..support.mla_cases import LatentBatch
-from ..support.tree_cases import PagedTrees
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch, compiled, sink_logits
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.tree_cases import PagedTrees
+from ..support.emulators.cuda_emulator import multiprocessors
 
 SPEC = make_spec((10, 2), 32, (F16, F16), 4, sink_logits=True)
 SLIDING = make_spec((6, 2), 24, (F32, F32), 8, kind="mha_sliding", sink_logits=True)

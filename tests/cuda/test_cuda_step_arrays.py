@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ..support import step_array_cases
-from ..support.attention_cases import compiled, tensors_for
-from ..support.cuda_cases import make_spec, on_gpu_too
+from ..support.cases.kernels import step_array_cases
+from ..support.cases.kernels.attention_cases import compiled, tensors_for
+from ..support.cases.kernels.cuda_cases import make_spec, on_gpu_too
 
 
 def check(page_size: int, *sizes: int, seed: int) -> int:

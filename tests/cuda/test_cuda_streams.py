@@ -15,10 +15,10 @@ import tvm
 import tvm_ffi
 
 from .. import reference
-from ..support.cache_cases import DIM, HEADS, PlainPair
-from ..support.python_kernels import KERNELS, copy_pages, make_cache
-from ..support.python_tree_kernels import KERNELS_WITH_TREES
-from ..support.tree_cache_cases import TreePair
+from ..support.cases.caches.cache_cases import DIM, HEADS, PlainPair
+from ..support.cases.caches.tree_cache_cases import TreePair
+from ..support.emulators.python_kernels import KERNELS, copy_pages, make_cache
+from ..support.emulators.python_tree_kernels import KERNELS_WITH_TREES
 
 RACE = "without an event between"
 

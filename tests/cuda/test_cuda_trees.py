@@ -11,12 +11,19 @@ import pytest
 from tir_kernels.spec import RopeSpec
 
 from .. import reference
-from ..support import tree_cases
-from ..support.attention_cases import cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
-from ..support.cuda_emulator import Schedule, emulated, mutated, schedule
-from ..support.selections import latin_square
-from ..support.tree_cases import PagedTrees, RaggedTrees, chain, random_parents
+from ..support.cases.kernels import tree_cases
+from ..support.cases.kernels.attention_cases import cuda_text
+from ..support.cases.kernels.cuda_cases import (
+    BF16,
+    F16,
+    F32,
+    make_spec,
+    on_gpu_too,
+    parametrize_seed,
+)
+from ..support.cases.kernels.tree_cases import PagedTrees, RaggedTrees, chain, random_parents
+from ..support.emulators.cuda_emulator import Schedule, emulated, mutated, schedule
+from ..support.harness.selections import latin_square
 
 SPECS = {
     "5:1x80-bf16-p4": make_spec((5, 1), 80, (BF16, BF16), 4, rope=RopeSpec(rotary_dim=20)),

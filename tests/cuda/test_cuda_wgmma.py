@@ -13,8 +13,8 @@ from tir_kernels.define import target_attributes
 from tir_kernels.script import inline, prim_func
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
-from ..support.cuda_cases import BF16, F16
-from ..support.cuda_emulator import SCHEDULES, emulated, mutated, wrong_schedules
+from ..support.cases.kernels.cuda_cases import BF16, F16
+from ..support.emulators.cuda_emulator import SCHEDULES, emulated, mutated, wrong_schedules
 
 ROWS, DEPTH, COLUMNS = 128, 128, 96
 THREADS = 2 * ROWS  # two warpgroups

@@ -17,7 +17,7 @@ from tvm_pagedkv.distributed import current_worker  # noqa: E402
 from tvm_pagedkv_lm import ParallelModel  # noqa: E402
 from tvm_pagedkv_lm.parallel.parallel_worker import ModelWorker  # noqa: E402
 
-from ..support.model_cases import (  # noqa: E402
+from ..support.cases.models.model_cases import (  # noqa: E402
     PAGE_SIZE,
     assert_close,
     random_tokens,

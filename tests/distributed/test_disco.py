@@ -22,7 +22,7 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.distributed import disco
 
 from .. import reference
-from ..support.fast_compilation import MODEL_TARGET
+from ..support.harness.fast_compilation import MODEL_TARGET
 
 HEADS, KV_HEADS, DIM, WIDTH, NUM_LAYERS, WINDOW = 4, 2, 16, 24, 3, 6
 KINDS = ["mha", "mha_sliding", "mha"]

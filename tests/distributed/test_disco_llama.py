@@ -15,7 +15,7 @@ from tvm_pagedkv_lm.cli.command import main
 from tvm_pagedkv_lm.parallel.parallel import resolve_stages
 from tvm_pagedkv_lm.parallel.parallel_worker import ModelWorker
 
-from ..support.selections import with_slow
+from ..support.harness.selections import with_slow
 
 PAGE_SIZE, CAPACITIES = 16, (6, 320, 64)
 # Shards add up in another order.

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-import tvm_pagedkv as pkv  # noqa: E402
-from tvm_pagedkv.distributed import current_worker  # noqa: E402
-from tvm_pagedkv_lm import ParallelModel  # noqa: E402
-from tvm_pagedkv_lm.parallel.parallel_worker import ModelWorker  # noqa: E402
+import tvm_pagedkv as pkv
+from tvm_pagedkv.distributed import current_worker
+from tvm_pagedkv_lm import ParallelModel
+from tvm_pagedkv_lm.parallel.parallel_worker import ModelWorker
 
 CAPACITIES = (2, 256, 64)
 

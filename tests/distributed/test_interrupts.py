@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.distributed import interrupts  # noqa: E402
+from tvm_pagedkv.distributed import interrupts
 
-from ..support.selections import few_of  # noqa: E402
+from ..support.harness.selections import few_of
 
 
 def test_deferred():

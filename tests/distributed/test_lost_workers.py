@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv_lm import ParallelModel  # noqa: E402
+from tvm_pagedkv_lm import ParallelModel
 
-from ..support.selections import few_of  # noqa: E402
+from ..support.harness.selections import few_of
 
 # In a process of its own, which a mistake ends.
 _LOST = """

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from ..support.mlc_cases import mlc_llm  # noqa: F401  (a fixture)
+from ..support.cases.models.mlc_cases import mlc_llm  # noqa: F401  (a fixture)
 from .documents import PAGES, blocks_of, name_of
 
 NEEDS = {"docs/mlc-llm.md": "mlc_llm"}  # fixtures that stand in for what a page's code imports

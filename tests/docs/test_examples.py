@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ..support.selections import with_slow
+from ..support.harness.selections import with_slow
 from .documents import ROOT, blocks_of
 
 EXAMPLES = ROOT / "scripts" / "examples"

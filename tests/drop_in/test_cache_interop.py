@@ -16,9 +16,9 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import KERNELS, make_cache
-from ..support.stock import create_positional, stock_kernels
+from ..support.emulators.python_kernels import KERNELS, make_cache
+from ..support.emulators.stock import create_positional, stock_kernels
+from ..support.worlds.permissive_steps import permissive_step
 
 STATE, CACHE = "vm.builtin.kv_state_", "vm.builtin.attention_kv_cache_"
 

@@ -12,9 +12,9 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
-from ..support.engine_calls import CACHE, STATE, call, engine_config, make_engine
-from ..support.python_kernels import KERNELS, view
-from ..support.stock import create_positional
+from ..support.cases.caches.engine_calls import CACHE, STATE, call, engine_config, make_engine
+from ..support.emulators.python_kernels import KERNELS, view
+from ..support.emulators.stock import create_positional
 
 
 def _double():

@@ -17,9 +17,9 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from ..relax.test_frontend import export_model
-from ..support.engine_calls import CACHE, STATE, call, make_engine
-from ..support.fast_compilation import MODEL_TARGET
-from ..support.python_tree_kernels import KERNELS_WITH_TREES
+from ..support.cases.caches.engine_calls import CACHE, STATE, call, make_engine
+from ..support.emulators.python_tree_kernels import KERNELS_WITH_TREES
+from ..support.harness.fast_compilation import MODEL_TARGET
 
 BOTH = pytest.mark.parametrize("whose", ["stock", "ours"])
 

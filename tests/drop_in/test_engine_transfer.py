@@ -8,8 +8,8 @@ import tvm
 
 from tvm_pagedkv.transfer import _runtime
 
-from ..support.engine_calls import DIM, NUM_LAYERS, call, make_engine
-from ..support.python_kernels import view
+from ..support.cases.caches.engine_calls import DIM, NUM_LAYERS, call, make_engine
+from ..support.emulators.python_kernels import view
 
 
 def _connect(sender, receiver, number: int) -> None:

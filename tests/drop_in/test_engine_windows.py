@@ -12,7 +12,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.engine_calls import (
+from ..support.cases.caches.engine_calls import (
     CACHE,
     DIM,
     NUM_KV_HEADS,
@@ -24,8 +24,8 @@ from ..support.engine_calls import (
     engine_config,
     make_engine,
 )
-from ..support.python_kernels import KERNELS
-from ..support.stock import create_positional
+from ..support.emulators.python_kernels import KERNELS
+from ..support.emulators.stock import create_positional
 
 BOTH = pytest.mark.parametrize("whose", ["stock", "ours"])
 

@@ -11,10 +11,10 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.cache_cases import PlainPair
-from ..support.flashinfer_functions import Recorder
-from ..support.python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache
-from ..support.stock import create_positional, stock_kernels
+from ..support.cases.caches.cache_cases import PlainPair
+from ..support.emulators.flashinfer_functions import Recorder
+from ..support.emulators.python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache
+from ..support.emulators.stock import create_positional, stock_kernels
 
 NAMES = ("prefill_ragged", "prefill", "decode")
 

@@ -13,8 +13,8 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.selections import latin_square
-from ..support.stock import create_positional, stock_cuda_kernels, stock_kernels
+from ..support.emulators.stock import create_positional, stock_cuda_kernels, stock_kernels
+from ..support.harness.selections import latin_square
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "qk_head_dim": 64}
 NUM_LAYERS = 2

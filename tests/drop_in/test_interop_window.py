@@ -20,9 +20,9 @@ from tvm_pagedkv.compiler.build import kernel_spec, load_kernels, resolve_target
 
 from .. import reference
 from ..reference.window import WindowedReferenceCache
-from ..support.cache_cases import reserved_bytes
-from ..support.selections import latin_square
-from ..support.stock import create_positional, stock_kernels
+from ..support.cases.caches.cache_cases import reserved_bytes
+from ..support.emulators.stock import create_positional, stock_kernels
+from ..support.harness.selections import latin_square
 
 NUM_LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 64
 STATE, CACHE = "vm.builtin.kv_state_", "vm.builtin.attention_kv_cache_"

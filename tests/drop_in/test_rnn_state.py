@@ -13,7 +13,7 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
-from ..support.rnn_states import (
+from ..support.cases.caches.rnn_states import (
     RNN,
     STATE,
     begin,

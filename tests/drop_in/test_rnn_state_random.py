@@ -11,8 +11,7 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
-from ..support.python_kernels import make_cache, make_config
-from ..support.rnn_states import (
+from ..support.cases.caches.rnn_states import (
     SHAPES,
     STATE,
     begin,
@@ -24,6 +23,7 @@ from ..support.rnn_states import (
     set_values,
     value_of,
 )
+from ..support.emulators.python_kernels import make_cache, make_config
 
 NUM_SEQS, NUM_LAYERS = 3, 2
 EVERY = [(layer, i) for layer in range(NUM_LAYERS) for i in range(len(SHAPES))]

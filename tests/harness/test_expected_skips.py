@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.expected_skips import EXPECTED, is_expected
+from ..support.harness.expected_skips import EXPECTED, is_expected
 
 ROOT = Path(__file__).parents[2]
 PASSING = "def test_it(): pass\n"
@@ -32,7 +32,7 @@ def run_tests(folder: Path, files: dict[str, str], *options: str, ci: str = "tru
         file.write_text(text)
     environment = {**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    plugin = "tests.support.expected_skips"
+    plugin = "tests.support.harness.expected_skips"
     command = [sys.executable, "-m", "pytest", "-p", plugin, "tests", *options]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr

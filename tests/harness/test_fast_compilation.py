@@ -15,7 +15,7 @@ from tir_kernels import build_kernel
 from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.compiler import build, targets
 
-from ..support import fast_compilation
+from ..support.harness import fast_compilation
 
 
 def test_threads_that_make_caches_at_once_leave_the_compiler_as_it_was(monkeypatch):

@@ -15,10 +15,10 @@ import pytest
 from tir_kernels import build_kernel
 from tvm_pagedkv.compiler import compile_kernel, load_kernels, resolve_target, vector_target
 
-from ..support.cpp_build import ROOT
-from ..support.foreign_code import runs_here
-from ..support.kernel_specs import make_spec
-from ..support.selections import few_of
+from ..support.cases.kernels.kernel_specs import make_spec
+from ..support.harness.cpp_build import ROOT
+from ..support.harness.foreign_code import runs_here
+from ..support.harness.selections import few_of
 
 # What Linux says of CPUs, as far as kernels could use it.
 FEATURES = {
@@ -31,7 +31,7 @@ FEATURES["Zen 3"] = f"{FEATURES['x86-64-v3']} adx aes pclmulqdq sha_ni sse4a vae
 FILES = (
     "tests/kernels/test_quantized_attention.py",
     "tests/kernels/test_quantized_page_kernels.py",
-    "tests/models/test_linear_kernels.py",
+    "tests/lm/kernels/test_linear_kernels.py",
 )
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or not runs_here("x86-64-v3"), reason="hides features of x86-64"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ..support import gpu
-from ..support.attention_cases import PagedBatch
-from ..support.cuda_cases import make_spec
-from ..support.cuda_emulator import library
-from ..support.cuda_emulator.translate import translate
+from ..support.cases.kernels.attention_cases import PagedBatch
+from ..support.cases.kernels.cuda_cases import make_spec
+from ..support.emulators import gpu
+from ..support.emulators.cuda_emulator import library
+from ..support.emulators.cuda_emulator.translate import translate
 
 SPEC = make_spec((4, 2), 32)
 

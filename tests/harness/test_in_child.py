@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-from ..support.in_child import failures
+from ..support.harness.in_child import failures
 
 
 def _fail() -> None:

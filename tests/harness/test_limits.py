@@ -10,7 +10,7 @@ from tvm_pagedkv.compiler import cpu_classes
 from tvm_pagedkv.measure import limits
 from tvm_pagedkv.threads import num_threads
 
-from ..support import tile_model
+from ..support.emulators import tile_model
 
 
 @pytest.mark.skipif(not tile_model.runs_here(), reason="no AVX-512 with bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..support.selections import QUICK, may_have_quick
+from ..support.harness.selections import QUICK, may_have_quick
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import pytest
 
 from tir_kernels.cpu.isa.matrices import amx
 
-from ..support import tile_model
+from ..support.emulators import tile_model
 
 pytestmark = pytest.mark.skipif(not tile_model.runs_here(), reason="no AVX-512 with bfloat16")
 BF16 = ml_dtypes.bfloat16

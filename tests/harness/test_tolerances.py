@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from .. import reference
-from ..support import tolerances
+from ..support.harness import tolerances
 
 DTYPES = list(tolerances.ARITHMETIC)
 

@@ -14,7 +14,7 @@ from tvm_pagedkv import KVCacheConfig
 from tvm_pagedkv.compiler.build import kernel_spec, vector_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
-from ..support.selections import few_of, latin_square
+from ..support.harness.selections import few_of, latin_square
 
 TARGET = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"})
 # What a kernel may call: its own task bodies, the runtime's errors, and log2 once for each row.

@@ -13,8 +13,8 @@ from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.compiler.build import vector_target
 from tvm_pagedkv.config import standard_slopes
 
-from ..support.attention_cases import PagedBatch, RaggedBatch
-from ..support.kernel_specs import (
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch
+from ..support.cases.kernels.kernel_specs import (
     BATCHES,
     BF16,
     DECODE_BATCHES,
@@ -25,8 +25,8 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.selections import latin_square
-from ..support.tree_cases import PagedTrees, RaggedTrees
+from ..support.cases.kernels.tree_cases import PagedTrees, RaggedTrees
+from ..support.harness.selections import latin_square
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees, ragged_trees
 

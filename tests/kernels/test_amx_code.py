@@ -11,7 +11,7 @@ from tir_kernels.spec import KernelSpec, RopeSpec
 from tvm_pagedkv.compiler import vector_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
-from ..support.amx_assembly import check_products, instructions
+from ..support.harness.amx_assembly import check_products, instructions
 
 CPU = {"kind": "llvm", "mcpu": "sapphirerapids"}
 MLA = {"kind": "mla", "rope": RopeSpec(rotary_dim=0)}

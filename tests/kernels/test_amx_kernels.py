@@ -10,14 +10,14 @@ import pytest
 
 from tir_kernels.spec import RopeSpec
 
-from ..support import tile_model
-from ..support.attention_cases import PagedBatch, RaggedBatch
-from ..support.kernel_specs import BATCHES, BF16, make_spec, parametrize_seed
-from ..support.mla_cases import LatentBatch
-from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.selections import few_of, latin_square
-from ..support.tile_model import AMX
-from ..support.tree_cases import LatentTrees, PagedTrees, chain, random_parents
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch
+from ..support.cases.kernels.kernel_specs import BATCHES, BF16, make_spec, parametrize_seed
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.tree_cases import LatentTrees, PagedTrees, chain, random_parents
+from ..support.emulators import tile_model
+from ..support.emulators.tile_model import AMX
+from ..support.harness.selections import few_of, latin_square
 from .test_append_prefill import check as check_append_prefill
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 

@@ -11,8 +11,8 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
-from ..support.attention_cases import PagedBatch, compiled, normal
-from ..support.kernel_specs import (
+from ..support.cases.kernels.attention_cases import PagedBatch, compiled, normal
+from ..support.cases.kernels.kernel_specs import (
     BF16,
     F16,
     F32,
@@ -21,7 +21,7 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.selections import few_of
+from ..support.harness.selections import few_of
 
 SPECS = {
     "8:2x128-f32": make_spec((8, 2), 128),

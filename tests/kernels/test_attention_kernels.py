@@ -16,8 +16,8 @@ from tir_kernels.spec import RopeSpec, VectorTarget
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 
 from .. import reference
-from ..support.attention_cases import PagedBatch, RaggedBatch
-from ..support.kernel_specs import (
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch
+from ..support.cases.kernels.kernel_specs import (
     BATCHES,
     BF16,
     DECODE_BATCHES,
@@ -30,7 +30,7 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.selections import few_of, latin_square, with_slow
+from ..support.harness.selections import few_of, latin_square, with_slow
 
 specs = with_slow(SPECS.values(), *REPEATED)
 parametrize_specs = pytest.mark.parametrize("spec", specs, ids=SPECS)

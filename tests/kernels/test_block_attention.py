@@ -6,15 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ..support import mla_cases
-from ..support.kernel_specs import BF16, F16, F32, SPECS, make_spec, parametrize_seed
-from ..support.listed_cases import (
+from ..support.cases.kernels import mla_cases
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, SPECS, make_spec, parametrize_seed
+from ..support.cases.kernels.listed_cases import (
     BlockLatentBatch,
     BlockPagedBatch,
     ListedLatentBatch,
     ListedPagedBatch,
 )
-from ..support.selections import few_of, latin_square
+from ..support.harness.selections import few_of, latin_square
 
 # (rows of the step, positions of K and V), blocks of a list, and pages of a block.
 BATCHES = {

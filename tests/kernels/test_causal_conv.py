@@ -14,10 +14,10 @@ from tir_kernels.script import read_by_tvm
 from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
-from ..support.attention_cases import compiled, normal, tensor
-from ..support.conv_cases import SHAPES, check_conv
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
-from ..support.recurrent_moves import check_compact_copy, check_copy_pages
+from ..support.cases.kernels.attention_cases import compiled, normal, tensor
+from ..support.cases.kernels.conv_cases import SHAPES, check_conv
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
+from ..support.cases.kernels.recurrent_moves import check_compact_copy, check_copy_pages
 
 
 def make_spec(shape: str, dtype: str = F32, cpu: str = "native", page: int = 4) -> ConvSpec:

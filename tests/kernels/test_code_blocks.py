@@ -17,10 +17,10 @@ from tir_kernels.cpu.rows.code_blocks import has_code_blocks
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import compile_kernel, resolve_target, vector_target
 
-from ..support.attention_cases import PagedBatch, altered_kernels
-from ..support.kernel_specs import BF16, DECODE_BATCHES, F16, F32, make_spec
-from ..support.quantized_cases import check_transpose_append
-from ..support.selections import with_slow
+from ..support.cases.kernels.attention_cases import PagedBatch, altered_kernels
+from ..support.cases.kernels.kernel_specs import BF16, DECODE_BATCHES, F16, F32, make_spec
+from ..support.cases.kernels.quantized_cases import check_transpose_append
+from ..support.harness.selections import with_slow
 
 TARGET = VectorTarget(lanes=16, registers=32, has_f16_convert=True, has_vnni=True)
 CASES = {

@@ -9,16 +9,16 @@ import pytest
 from tvm_pagedkv.compiler.build import vector_target
 from tvm_pagedkv.compiler.cuda import cuda_spec
 
-from ..support.attention_cases import PagedBatch
-from ..support.kernel_specs import BATCHES, BF16, DECODE_BATCHES, F16, F32, make_spec
-from ..support.quantized_cases import (
+from ..support.cases.kernels.attention_cases import PagedBatch
+from ..support.cases.kernels.kernel_specs import BATCHES, BF16, DECODE_BATCHES, F16, F32, make_spec
+from ..support.cases.kernels.quantized_cases import (
     check_copies,
     check_debug_get_kv,
     check_rope_append,
     check_transpose_append,
 )
-from ..support.selections import every_nth
-from ..support.tree_cases import PagedTrees
+from ..support.cases.kernels.tree_cases import PagedTrees
+from ..support.harness.selections import every_nth
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees
 from .test_window_kernels import DECODES, WindowBatch

@@ -16,14 +16,14 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.targets import require_runnable, resolve_target
 
 from .. import reference
-from ..support import page_kernel_cases, quantized_cases
-from ..support.attention_cases import PagedBatch
-from ..support.emulated_cpus import CPUS, kernels_on
-from ..support.kernel_specs import BATCHES, BF16, DECODE_BATCHES, F16, F32, make_spec
-from ..support.mla_cases import LatentBatch
-from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.selections import latin_square
-from ..support.tree_cases import PagedTrees, chain, random_parents
+from ..support.cases.kernels import page_kernel_cases, quantized_cases
+from ..support.cases.kernels.attention_cases import PagedBatch
+from ..support.cases.kernels.kernel_specs import BATCHES, BF16, DECODE_BATCHES, F16, F32, make_spec
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.tree_cases import PagedTrees, chain, random_parents
+from ..support.emulators.emulated_cpus import CPUS, kernels_on
+from ..support.harness.selections import latin_square
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 
 DTYPES = {"f32": (F32, F32), "bf16": (BF16, BF16), "f16": (F16, F16), "f16-f32": (F16, F32)}

@@ -19,9 +19,9 @@ import tvm
 from tir_kernels.spec import KernelSpec
 
 from .. import reference
-from ..support import page_kernel_cases, python_kernels
-from ..support.kernel_specs import make_spec
-from ..support.page_kernel_cases import (
+from ..support.cases.kernels import page_kernel_cases
+from ..support.cases.kernels.kernel_specs import make_spec
+from ..support.cases.kernels.page_kernel_cases import (
     check_compact_copy,
     check_copy_pages,
     check_copy_single_page,
@@ -32,7 +32,8 @@ from ..support.page_kernel_cases import (
     check_transpose_append,
     fused,
 )
-from ..support.python_kernels import view
+from ..support.emulators import python_kernels
+from ..support.emulators.python_kernels import view
 from . import test_append_prefill as append_prefill_tests
 
 TESTS = Path(__file__).parents[1]
@@ -66,7 +67,7 @@ IN_EVERY_RUN = ("cuda/test_cuda_trees.py",)
 def test_attention(name):
     """Every comparison of a file's tests refuses every kind of mistake in attention."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.support.faults", f"tests/{name}"]
+    command += ["-p", "tests.support.harness.faults", f"tests/{name}"]
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     kinds = "page", "eight positions", "row of K", "rows of V"

@@ -9,7 +9,7 @@ import pytest
 from tir_kernels.index_spec import IndexSpec
 
 from ..reference.index import assert_chosen, assert_chosen_blocks, block_scores, index_scores
-from ..support.attention_cases import (
+from ..support.cases.kernels.attention_cases import (
     compiled,
     indptr,
     normal,
@@ -18,8 +18,8 @@ from ..support.attention_cases import (
     random_pages,
     tensor,
 )
-from ..support.kernel_specs import BF16, F16, F32, NATIVE, parametrize_seed
-from ..support.selections import few_of, latin_square
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, NATIVE, parametrize_seed
+from ..support.harness.selections import few_of, latin_square
 
 SPECS = [
     IndexSpec(4, 64, F32, F32, 16, NATIVE),

@@ -22,11 +22,17 @@ from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
 from .. import reference
-from ..support.attention_cases import PagedBatch, altered_kernels, compiled, normal, tensor
-from ..support.kernel_specs import F16, NATIVE, make_spec
-from ..support.mla_cases import LatentBatch
-from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.tree_cases import PagedTrees
+from ..support.cases.kernels.attention_cases import (
+    PagedBatch,
+    altered_kernels,
+    compiled,
+    normal,
+    tensor,
+)
+from ..support.cases.kernels.kernel_specs import F16, NATIVE, make_spec
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.tree_cases import PagedTrees
 from .test_shared_prefix_kernel import SharedBatch
 
 LIMIT = 2**31  # elements

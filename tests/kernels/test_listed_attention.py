@@ -5,17 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from ..support import mla_cases
-from ..support.kernel_specs import (
-    BF16,
-    F16,
-    F32,
-    SPECS,
-    make_spec,
-    parametrize_seed,
-)
-from ..support.listed_cases import ListedLatentBatch, ListedPagedBatch
-from ..support.selections import few_of
+from ..support.cases.kernels import mla_cases
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, SPECS, make_spec, parametrize_seed
+from ..support.cases.kernels.listed_cases import ListedLatentBatch, ListedPagedBatch
+from ..support.harness.selections import few_of
 
 # (rows of the step, positions of K and V) and the length of lists: single rows, which tasks split;
 # prompts; sequences without rows.

@@ -14,10 +14,10 @@ from tir_kernels import build_kernel, kernel_names
 from tir_kernels.spec import VectorTarget
 
 from .. import reference
-from ..support.attention_cases import compiled, normal, tensor
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu
-from ..support.mla_cases import LatentBatch, make_spec
-from ..support.selections import latin_square, with_slow
+from ..support.cases.kernels.attention_cases import compiled, normal, tensor
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, parametrize_cpu
+from ..support.cases.kernels.mla_cases import LatentBatch, make_spec
+from ..support.harness.selections import latin_square, with_slow
 
 # Between them: one head and many, counts that fill no whole register tile, every split and page
 # size, every type of rows with every type of pages.

@@ -10,10 +10,10 @@ from tir_kernels import build_kernel, kernel_names
 from tir_kernels.cpu.attention.mla import mla_prefill
 from tir_kernels.semantics.visibility import WindowMask
 
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu
-from ..support.mla_cases import LatentBatch, make_spec
-from ..support.selections import few_of, latin_square
-from ..support.tree_cases import LatentTrees, chain, random_parents
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, parametrize_cpu
+from ..support.cases.kernels.mla_cases import LatentBatch, make_spec
+from ..support.cases.kernels.tree_cases import LatentTrees, chain, random_parents
+from ..support.harness.selections import few_of, latin_square
 
 SLIDING = {"kind": "mla_sliding"}
 SPECS = {

@@ -16,11 +16,11 @@ from tir_kernels.cpu.tiles import tree_mask
 from tir_kernels.cuda.components import rows as cuda_rows
 from tir_kernels.cuda.components import tree as columns
 
-from ..support import kernel_specs
-from ..support.attention_cases import altered_kernels
-from ..support.cuda_cases import make_spec
-from ..support.page_kernel_cases import check_copy_single_page
-from ..support.tree_cases import PagedTrees, random_parents
+from ..support.cases.kernels import kernel_specs
+from ..support.cases.kernels.attention_cases import altered_kernels
+from ..support.cases.kernels.cuda_cases import make_spec
+from ..support.cases.kernels.page_kernel_cases import check_copy_single_page
+from ..support.cases.kernels.tree_cases import PagedTrees, random_parents
 
 SPECS = {"cpu": kernel_specs.make_spec((4, 2), 32), "cuda": make_spec((4, 2), 32)}
 parametrize_specs = pytest.mark.parametrize("target", SPECS)

@@ -14,10 +14,10 @@ from tir_kernels.cuda.attention.prefill import mla_prefill as cuda_mla_prefill
 
 from .. import reference
 from ..docs.documents import ROOT, blocks_of
-from ..support import kernel_specs, mla_cases
-from ..support.attention_cases import PagedBatch, altered_kernels
-from ..support.cuda_cases import make_spec
-from ..support.mla_cases import LatentBatch
+from ..support.cases.kernels import kernel_specs, mla_cases
+from ..support.cases.kernels.attention_cases import PagedBatch, altered_kernels
+from ..support.cases.kernels.cuda_cases import make_spec
+from ..support.cases.kernels.mla_cases import LatentBatch
 
 BATCH = [(1, 70), (5, 5), (3, 40), (70, 150), (2, 129)]
 SPECS = {

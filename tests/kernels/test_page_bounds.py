@@ -13,9 +13,9 @@ from tir_kernels import build_kernel, kernel_names
 from .. import reference
 from ..reference.index import assert_chosen_blocks
 from ..reference.page_bounds import bound_scores, page_bounds
-from ..support.attention_cases import PagedBatch, compiled, normal, pool_of, tensor
-from ..support.kernel_specs import BF16, F16, F32, SPECS, make_spec, parametrize_seed
-from ..support.selections import few_of
+from ..support.cases.kernels.attention_cases import PagedBatch, compiled, normal, pool_of, tensor
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, SPECS, make_spec, parametrize_seed
+from ..support.harness.selections import few_of
 
 LENGTHS = [5, 300, 64, 1, 1000]
 CASES = {

@@ -18,9 +18,9 @@ from tir_kernels.spec import KernelSpec, RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
-from ..support.attention_cases import compiled, normal
-from ..support.kernel_specs import parametrize_cpu
-from ..support.page_kernel_cases import (
+from ..support.cases.kernels.attention_cases import compiled, normal
+from ..support.cases.kernels.kernel_specs import parametrize_cpu
+from ..support.cases.kernels.page_kernel_cases import (
     check_compact_copy,
     check_copy_pages,
     check_copy_single_page,
@@ -31,7 +31,7 @@ from ..support.page_kernel_cases import (
     check_transpose_append,
     fused,
 )
-from ..support.page_kernel_cases import unaligned_tensor as tensor
+from ..support.cases.kernels.page_kernel_cases import unaligned_tensor as tensor
 from .test_rope import ORIGINAL, specs_of
 
 # The pool's default is one worker per two CPUs; the parallel paths need two.

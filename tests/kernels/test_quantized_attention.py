@@ -13,8 +13,8 @@ import pytest
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
-from ..support.attention_cases import PagedBatch
-from ..support.kernel_specs import (
+from ..support.cases.kernels.attention_cases import PagedBatch
+from ..support.cases.kernels.kernel_specs import (
     BATCHES,
     BF16,
     DECODE_BATCHES,
@@ -24,11 +24,11 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.mla_cases import LatentBatch
-from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.quantized_cases import CODECS
-from ..support.selections import latin_square, with_slow
-from ..support.tree_cases import LatentTrees, PagedTrees
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.quantized_cases import CODECS
+from ..support.cases.kernels.tree_cases import LatentTrees, PagedTrees
+from ..support.harness.selections import latin_square, with_slow
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees
 from .test_window_kernels import DECODES, PREFILLS, WindowBatch

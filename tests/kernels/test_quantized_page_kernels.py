@@ -12,11 +12,11 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
 from ..reference import quantized
-from ..support.attention_cases import compiled
-from ..support.attention_cases import tensor as place
-from ..support.kernel_specs import BF16, F16, F32, make_spec, parametrize_cpu
-from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.quantized_cases import (
+from ..support.cases.kernels.attention_cases import compiled
+from ..support.cases.kernels.attention_cases import tensor as place
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, make_spec, parametrize_cpu
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.quantized_cases import (
     CODECS,
     check_copies,
     check_debug_get_kv,
@@ -24,8 +24,8 @@ from ..support.quantized_cases import (
     check_transpose_append,
     check_transpose_append_mla,
 )
-from ..support.quantized_pages import page_parts, pool
-from ..support.selections import latin_square
+from ..support.cases.kernels.quantized_pages import page_parts, pool
+from ..support.harness.selections import latin_square
 
 parametrize_codecs = pytest.mark.parametrize("codec", CODECS)
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")

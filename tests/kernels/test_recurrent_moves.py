@@ -10,9 +10,9 @@ from tir_kernels import build_kernel, kernel_names, recurrent_kernels
 from tir_kernels.recurrent_spec import RULES, RecurrentSpec
 from tvm_pagedkv.compiler.build import vector_target
 
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
-from ..support.recurrent_cases import SHAPES
-from ..support.recurrent_moves import (
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
+from ..support.cases.kernels.recurrent_cases import SHAPES
+from ..support.cases.kernels.recurrent_moves import (
     check_append,
     check_compact_copy,
     check_copy_pages,

@@ -18,9 +18,9 @@ from tir_kernels.script import read_by_tvm
 from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
-from ..support.attention_cases import tensor
-from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
-from ..support.recurrent_cases import (
+from ..support.cases.kernels.attention_cases import tensor
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, parametrize_cpu, parametrize_seed
+from ..support.cases.kernels.recurrent_cases import (
     SHAPES,
     Tokens,
     assert_outputs_close,
@@ -29,7 +29,7 @@ from ..support.recurrent_cases import (
     check_tree,
     states_of,
 )
-from ..support.selections import latin_square
+from ..support.harness.selections import latin_square
 
 
 def make_spec(rule: str, shape: str, dtype: str = F32, cpu: str = "native", page: int = 4):

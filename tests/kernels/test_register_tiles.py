@@ -8,12 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ..support.attention_cases import PagedBatch, RaggedBatch
-from ..support.kernel_specs import BATCHES, BF16, F32, NATIVE, make_spec, parametrize_seed
-from ..support.mla_cases import LatentBatch
-from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.selections import latin_square
-from ..support.tree_cases import PagedTrees, random_parents
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch
+from ..support.cases.kernels.kernel_specs import (
+    BATCHES,
+    BF16,
+    F32,
+    NATIVE,
+    make_spec,
+    parametrize_seed,
+)
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.tree_cases import PagedTrees, random_parents
+from ..support.harness.selections import latin_square
 
 # Where this CPU has pairs of bfloat16, decode and single rows have them, and tiles do not.
 INTEL = replace(NATIVE, tile=(6, 4), slow_bf16_dot=True)

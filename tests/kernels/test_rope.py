@@ -15,7 +15,7 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler import resolve_target
 
 from .. import reference
-from ..support.selections import latin_square
+from ..support.harness.selections import latin_square
 
 ORIGINAL = 4096
 

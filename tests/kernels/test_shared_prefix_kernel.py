@@ -17,7 +17,7 @@ from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
 from ..reference.shared_prefix import shared_attention, shared_latent_attention
-from ..support.attention_cases import (
+from ..support.cases.kernels.attention_cases import (
     SPARE_PAGES,
     AttentionCase,
     compiled,
@@ -27,7 +27,7 @@ from ..support.attention_cases import (
     random_pages,
     tensors_for,
 )
-from ..support.kernel_specs import (
+from ..support.cases.kernels.kernel_specs import (
     BF16,
     F16,
     F32,
@@ -36,7 +36,7 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.selections import few_of, latin_square
+from ..support.harness.selections import few_of, latin_square
 
 SPECS = {
     "32:8x128-f32-p16": make_spec((32, 8), 128),

@@ -8,13 +8,13 @@ import pytest
 
 from tir_kernels import kernel_names
 
-from ..support import mla_cases
-from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, sink_logits
-from ..support.kernel_specs import BF16, F16, F32, make_spec, parametrize_seed
-from ..support.listed_cases import ListedLatentBatch, ListedPagedBatch
-from ..support.mla_cases import LatentBatch
-from ..support.selections import with_slow
-from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees
+from ..support.cases.kernels import mla_cases
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch, compiled, sink_logits
+from ..support.cases.kernels.kernel_specs import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cases.kernels.listed_cases import ListedLatentBatch, ListedPagedBatch
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.tree_cases import LatentTrees, PagedTrees, RaggedTrees
+from ..support.harness.selections import with_slow
 from .test_append_prefill import check as check_append_prefill
 
 SPECS = {

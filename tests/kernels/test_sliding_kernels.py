@@ -9,8 +9,8 @@ import pytest
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
-from ..support.attention_cases import PagedBatch, RaggedBatch
-from ..support.kernel_specs import (
+from ..support.cases.kernels.attention_cases import PagedBatch, RaggedBatch
+from ..support.cases.kernels.kernel_specs import (
     BATCHES,
     BF16,
     DECODE_BATCHES,
@@ -22,7 +22,7 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.selections import few_of, latin_square
+from ..support.harness.selections import few_of, latin_square
 
 # Less than a page and more, no multiple of anything, and more than there is; negative: chunks.
 WINDOWS = [1, 16, 37, 2**31 - 1, -5, -32, -1000]

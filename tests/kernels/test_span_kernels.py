@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from ..support.attention_cases import PagedBatch, random_reach
-from ..support.kernel_specs import BATCHES, SOME_SPECS, parametrize_seed
-from ..support.selections import few_of
+from ..support.cases.kernels.attention_cases import PagedBatch, random_reach
+from ..support.cases.kernels.kernel_specs import BATCHES, SOME_SPECS, parametrize_seed
+from ..support.harness.selections import few_of
 
 parametrize_specs = pytest.mark.parametrize("spec", few_of(SOME_SPECS.values(), 2), ids=SOME_SPECS)
 

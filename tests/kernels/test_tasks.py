@@ -19,10 +19,10 @@ from tir_kernels.semantics.visibility import CausalMask
 from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
-from ..support.attention_cases import PagedBatch, altered_kernels
-from ..support.kernel_specs import F32, make_spec
-from ..support.mla_cases import LatentBatch
-from ..support.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.attention_cases import PagedBatch, altered_kernels
+from ..support.cases.kernels.kernel_specs import F32, make_spec
+from ..support.cases.kernels.mla_cases import LatentBatch
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
 
 NUM_THREADS = "runtime.NumThreads"
 

@@ -9,7 +9,7 @@ import pytest
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
-from ..support.kernel_specs import (
+from ..support.cases.kernels.kernel_specs import (
     BF16,
     F16,
     F32,
@@ -19,9 +19,15 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.mla_cases import make_spec as make_mla_spec
-from ..support.selections import few_of, latin_square
-from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
+from ..support.cases.kernels.mla_cases import make_spec as make_mla_spec
+from ..support.cases.kernels.tree_cases import (
+    LatentTrees,
+    PagedTrees,
+    RaggedTrees,
+    chain,
+    random_parents,
+)
+from ..support.harness.selections import few_of, latin_square
 
 PAGED_SPECS = {
     "4:2x64-f16-p1": make_spec((4, 2), 64, (F16, F16), 1),

@@ -9,11 +9,11 @@ import pytest
 from tir_kernels.spec import CudaTarget
 
 from .. import reference
-from ..support import two_widths
-from ..support.attention_cases import PagedBatch, compiled, normal, tensors_for
-from ..support.kernel_specs import BF16, DECODE_BATCHES, F16, F32, make_spec
-from ..support.page_kernel_cases import pages_for, shuffled_slots, unaligned_tensor
-from ..support.selections import latin_square
+from ..support.cases.kernels import two_widths
+from ..support.cases.kernels.attention_cases import PagedBatch, compiled, normal, tensors_for
+from ..support.cases.kernels.kernel_specs import BF16, DECODE_BATCHES, F16, F32, make_spec
+from ..support.cases.kernels.page_kernel_cases import pages_for, shuffled_slots, unaligned_tensor
+from ..support.harness.selections import latin_square
 
 CPU_SPECS = {
     "8:2x192/128-f32": make_spec((8, 2), (192, 128)),

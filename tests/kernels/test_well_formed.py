@@ -11,7 +11,7 @@ from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.script import prim_func
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
 
-from ..support.selections import with_slow
+from ..support.harness.selections import with_slow
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 LATENT = {"kind": "mla", "original_qk_head_dim": 48, "original_v_head_dim": 32}

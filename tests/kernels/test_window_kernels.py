@@ -14,8 +14,8 @@ from tvm_pagedkv.config import standard_slopes
 
 from .. import reference
 from ..reference import window as reference_window
-from ..support.attention_cases import PagedBatch, compiled, pool_of
-from ..support.kernel_specs import (
+from ..support.cases.kernels.attention_cases import PagedBatch, compiled, pool_of
+from ..support.cases.kernels.kernel_specs import (
     BF16,
     F16,
     F32,
@@ -25,7 +25,7 @@ from ..support.kernel_specs import (
     parametrize_cpu,
     parametrize_seed,
 )
-from ..support.selections import few_of, latin_square
+from ..support.harness.selections import few_of, latin_square
 
 NO_LIMIT = 2**31 - 1
 # Of each sequence: rows of the step, slots, sinks, slot behind the gap, positions before a row.

@@ -11,8 +11,8 @@ from tir_kernels.cpu.rows.word_products import has_word_products
 from tvm_pagedkv.compiler import compile_kernel, resolve_target, vector_target
 
 from ..reference import quantized
-from ..support.attention_cases import PagedBatch
-from ..support.kernel_specs import (
+from ..support.cases.kernels.attention_cases import PagedBatch
+from ..support.cases.kernels.kernel_specs import (
     BATCHES,
     BF16,
     DECODE_BATCHES,

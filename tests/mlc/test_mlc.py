@@ -18,7 +18,7 @@ from tvm_pagedkv.distributed import disco
 
 from .. import reference
 from ..relax.test_frontend import HEAD_DIM, NUM_LAYERS, check_fused
-from ..support.mlc_cases import compiled, created, mlc_llm  # noqa: F401  (a fixture)
+from ..support.cases.models.mlc_cases import compiled, created, mlc_llm  # noqa: F401  (a fixture)
 
 ROPE = reference.Rope(rotary_dim=HEAD_DIM)
 

@@ -13,7 +13,7 @@ from tvm import relax
 from tvm_pagedkv.mlc.drift import add_missing_tvm_names, with_older_rope_fields
 from tvm_pagedkv.mlc.patches import Overlay, Patches
 
-from ..support.older_release import IS_OLDER, PREFIX
+from ..support.harness.older_release import IS_OLDER, PREFIX
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tvm_pagedkv.mlc.expert_products import Weights, of_chosen, of_groups
 from tvm_pagedkv.mlc.experts import order_by_experts, top_k
 from tvm_pagedkv.mlc.patches import Patches
 
-from ..support.mlc_cases import mlc_llm  # noqa: F401  (a fixture)
+from ..support.cases.models.mlc_cases import mlc_llm  # noqa: F401  (a fixture)
 
 CPU = tvm.target.Target("llvm")
 

@@ -15,7 +15,7 @@ from tvm_pagedkv.mlc.gated_delta import gated_delta_net
 from tvm_pagedkv.mlc.rnn_state import get_function, set_function
 
 from ..reference.recurrent import recurrence
-from ..support.mlc_cases import mlc_llm  # noqa: F401  (a fixture)
+from ..support.cases.models.mlc_cases import mlc_llm  # noqa: F401  (a fixture)
 
 CPU = tvm.target.Target("llvm")
 

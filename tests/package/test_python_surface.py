@@ -17,9 +17,9 @@ from tvm_pagedkv import transfer
 from tvm_pagedkv.cache import CacheStats, GroupStats
 from tvm_pagedkv.transfer import ChannelClosed, local_channels
 
-from ..support.cache_cases import DIM, HEADS
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import make_cache
+from ..support.cases.caches.cache_cases import DIM, HEADS
+from ..support.emulators.python_kernels import make_cache
+from ..support.worlds.permissive_steps import permissive_step
 
 QKV = np.ones((3, HEADS, DIM), "float32")
 

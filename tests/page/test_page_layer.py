@@ -18,7 +18,7 @@ from tvm_pagedkv import page
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 
 from .. import reference
-from ..support.attention_cases import normal
+from ..support.cases.kernels.attention_cases import normal
 
 MANY_ROWS = 1500  # enough for every append below to take its parallel path
 

@@ -9,7 +9,7 @@ import pytest
 from tvm_pagedkv import page
 
 from .. import reference
-from ..support.attention_cases import normal
+from ..support.cases.kernels.attention_cases import normal
 
 
 def good_append() -> dict:

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..support.tolerances import assert_close, assert_lse_close, assert_state_close, coarsest
+from ..support.harness.tolerances import (
+    assert_close,
+    assert_lse_close,
+    assert_state_close,
+    coarsest,
+)
 from .batch import mla_paged_attention, paged_attention, ragged_attention
 from .cache import ReferenceCache, ReferenceLatentCache
 from .dense_attention import (

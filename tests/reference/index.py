@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..support.tolerances import assert_close
+from ..support.harness.tolerances import assert_close
 
 
 def index_scores(q, weights, keys, scale) -> np.ndarray:

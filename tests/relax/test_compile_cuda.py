@@ -22,9 +22,9 @@ from tvm_pagedkv.relax.model_kernels import ModelKernels, link_when_finalized
 
 from .. import reference
 from ..cuda.test_cuda_build import needs_nvcc
-from ..support.cuda_cases import F16, make_spec
-from ..support.cuda_emulator import library
-from ..support.cuda_emulator.translate import translate
+from ..support.cases.kernels.cuda_cases import F16, make_spec
+from ..support.emulators.cuda_emulator import library
+from ..support.emulators.cuda_emulator.translate import translate
 from .test_frontend import export_model
 
 GPU = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")

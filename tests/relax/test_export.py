@@ -18,7 +18,7 @@ from tvm_pagedkv_lm import DecoderModel
 from tvm_pagedkv_lm.cli import command as cli
 from tvm_pagedkv_lm.model.source import TINY
 
-from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
+from ..support.harness.cpp_build import BUILDS, ROOT, needs_cmake, run
 
 NUM_TOKENS = 40
 PROMPTS = ["The with statement", "A list is", "x", "The yield expression is used when defining"]

@@ -16,9 +16,9 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.fast_compilation import MODEL_TARGET
-from ..support.permissive_steps import permissive_step
-from ..support.selections import latin_square, with_slow
+from ..support.harness.fast_compilation import MODEL_TARGET
+from ..support.harness.selections import latin_square, with_slow
+from ..support.worlds.permissive_steps import permissive_step
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 6, 2, 32, 2
 SM_SCALE = HEAD_DIM**-0.5

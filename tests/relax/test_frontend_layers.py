@@ -17,7 +17,7 @@ import tvm_pagedkv as pkv
 
 from .. import reference
 from ..reference.window import WindowedReferenceCache
-from ..support.selections import latin_square
+from ..support.harness.selections import latin_square
 from .test_frontend import (
     CAPACITIES,
     HEAD_DIM,

@@ -22,7 +22,7 @@ from ..reference.index import assert_chosen, assert_chosen_blocks, block_scores,
 from ..reference.listed import attention_by_heads, expand_blocks
 from ..reference.page_bounds import bound_scores, choose_pages, page_bounds
 from ..reference.quantized import keep
-from ..support.fast_compilation import MODEL_TARGET
+from ..support.harness.fast_compilation import MODEL_TARGET
 
 HEADS, KV_HEADS, DIM, WIDTH, SCALE = 4, 2, 16, 5, 0.25
 BLOCKS, BLOCK = 2, 8  # of a list, positions of one

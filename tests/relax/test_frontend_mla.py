@@ -16,7 +16,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.fast_compilation import MODEL_TARGET
+from ..support.harness.fast_compilation import MODEL_TARGET
 
 HEADS, CKV, KPE, NOPE, V_DIM, NUM_LAYERS = 6, 32, 8, 16, 24, 2
 QK_DIM = NOPE + KPE

@@ -26,9 +26,9 @@ from tvm_pagedkv.relax.model_kernels import ModelKernels, link_when_finalized
 
 from .. import reference
 from ..runtime.test_loading import in_process
-from ..support.fast_compilation import MODEL_TARGET
-from ..support.foreign_code import runs_here
-from ..support.older_release import IS_OLDER, PREFIX
+from ..support.harness.fast_compilation import MODEL_TARGET
+from ..support.harness.foreign_code import runs_here
+from ..support.harness.older_release import IS_OLDER, PREFIX
 from .test_frontend import CAPACITIES, HEAD_DIM, AttentionOnly, check_fused, export_model
 
 ROPE = reference.Rope(rotary_dim=HEAD_DIM)

@@ -14,7 +14,7 @@ import tvm_pagedkv as pkv
 from tir_kernels.codec import CODECS
 
 from .. import reference
-from ..support.selections import with_slow
+from ..support.harness.selections import with_slow
 from . import test_frontend_mla
 from .test_frontend import (
     CAPACITIES,

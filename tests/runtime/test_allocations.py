@@ -9,7 +9,7 @@ import pytest
 
 from tvm_pagedkv import _library
 
-from ..support.cpp_build import build, needs_cmake, run
+from ..support.harness.cpp_build import build, needs_cmake, run
 
 
 @needs_cmake

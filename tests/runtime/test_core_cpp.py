@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..support.cpp_build import build, needs_cmake, run
-from ..support.selections import with_slow
+from ..support.harness.cpp_build import build, needs_cmake, run
+from ..support.harness.selections import with_slow
 
 pytestmark = needs_cmake
 

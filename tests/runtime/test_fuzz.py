@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.cpp_build import ROOT, build, needs_cmake
+from ..support.harness.cpp_build import ROOT, build, needs_cmake
 
 pytestmark = [needs_cmake, pytest.mark.slow]
 

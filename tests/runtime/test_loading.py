@@ -17,8 +17,8 @@ from tvm_ffi import libinfo
 from tvm_pagedkv import _library
 from tvm_pagedkv.relax.frontend import MODEL_CONSTRUCTORS
 
-from ..support.cpp_build import run
-from ..support.fast_compilation import path_of_children
+from ..support.harness.cpp_build import run
+from ..support.harness.fast_compilation import path_of_children
 
 FFI = Path(libinfo.find_libtvm_ffi())
 TVM = Path(tvm.__file__).parent

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ..support.cpp_build import ROOT, needs_cmake, run
+from ..support.harness.cpp_build import ROOT, needs_cmake, run
 
 pytestmark = [needs_cmake, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.cpp_build import ROOT, build, needs_cmake, run
+from ..support.harness.cpp_build import ROOT, build, needs_cmake, run
 
 pytestmark = [needs_cmake, pytest.mark.slow]
 
@@ -60,9 +60,9 @@ def logs(log: Path) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["tests/cache/test_cache_errors.py", "tests/cache/test_creation_errors.py"],
-        ["tests/cache/test_hostile_arguments.py"],
-        ["tests/cache/test_cache_random.py", "-k", "seed0-all"],
+        ["tests/cache/errors/test_cache_errors.py", "tests/cache/errors/test_creation_errors.py"],
+        ["tests/cache/errors/test_hostile_arguments.py"],
+        ["tests/cache/random/test_cache_random.py", "-k", "seed0-all"],
     ],
     ids=lambda arguments: Path(arguments[0]).stem,
 )

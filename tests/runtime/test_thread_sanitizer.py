@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ..support.cpp_build import build, needs_cmake
+from ..support.harness.cpp_build import build, needs_cmake
 
 
 @needs_cmake

@@ -15,9 +15,9 @@ import pytest
 from .. import reference
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from bench_cases import Case, Heads, Inputs  # noqa: E402
-from bench_peers import PEERS, ggml_flash  # noqa: E402
-from bench_peers.peer import Unsupported  # noqa: E402
+from bench_cases import Case, Heads, Inputs
+from bench_peers import PEERS, ggml_flash
+from bench_peers.peer import Unsupported
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 7), (5, 5), (3, 40)])

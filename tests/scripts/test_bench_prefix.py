@@ -14,7 +14,7 @@ import tvm
 
 from tvm_pagedkv_lm import DecoderModel
 
-from ..support.selections import few_of
+from ..support.harness.selections import few_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 

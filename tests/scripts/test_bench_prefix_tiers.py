@@ -10,8 +10,8 @@ import tvm
 
 from tvm_pagedkv_lm import DecoderModel
 
-from ..support.selections import latin_square
-from ..support.store_servers import valkey_server
+from ..support.emulators.store_servers import valkey_server
+from ..support.harness.selections import latin_square
 from .test_bench_prefix import SCRIPTS, hits_of, replay, source
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..support.store_servers import valkey_server
+from ..support.emulators.store_servers import valkey_server
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "bench_stores.py"
 

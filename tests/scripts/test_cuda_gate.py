@@ -13,8 +13,8 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.cuda.library import find_nvcc
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
-from ..support.cuda_cases import make_spec
-from ..support.cuda_emulator import mutated
+from ..support.cases.kernels.cuda_cases import make_spec
+from ..support.emulators.cuda_emulator import mutated
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 # Of a configuration the architectures, and the kernels (None: all). A whole one takes two seconds.

@@ -21,9 +21,9 @@ from tvm_pagedkv.compiler.cuda.library import DeviceCode
 
 from ..cuda.test_cuda_build import needs_nvcc
 from ..reference import quantized
-from ..support.cuda_emulator.device import plugged_in
-from ..support.recurrent_world import world_config
-from ..support.selections import with_slow
+from ..support.emulators.cuda_emulator.device import plugged_in
+from ..support.harness.selections import with_slow
+from ..support.worlds.recurrent_world import world_config
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 SIZE = 16

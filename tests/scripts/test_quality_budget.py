@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
-from budget_recall import measure  # noqa: E402
-from quality_budget import losses, table  # noqa: E402
+from budget_recall import measure
+from quality_budget import losses, table
 
-from tvm_pagedkv_lm import DecoderModel, find_model  # noqa: E402
+from tvm_pagedkv_lm import DecoderModel, find_model
 
 
 @pytest.mark.slow

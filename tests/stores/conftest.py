@@ -3,7 +3,7 @@
 
 import pytest
 
-from ..support.store_servers import mooncake_servers, skip_without_mooncake, valkey_server
+from ..support.emulators.store_servers import mooncake_servers, skip_without_mooncake, valkey_server
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ import pytest
 
 from tvm_pagedkv.stores import DiskStore
 
-from ..support.in_child import failures
-from ..support.store_cases import get, key_of, put
+from ..support.cases.caches.store_cases import get, key_of, put
+from ..support.harness.in_child import failures
 
 LIMIT = 4 << 20
 SIZE = 60_000  # slots of 64 KiB: four in each of 16 slabs

@@ -16,8 +16,8 @@ import pytest
 
 from tvm_pagedkv.stores import DiskStore
 
-from ..support.in_child import failures
-from ..support.store_cases import get, key_of, put
+from ..support.cases.caches.store_cases import get, key_of, put
+from ..support.harness.in_child import failures
 
 LIMIT = 8 << 20
 SIZES = [60_000, 65_536 + 64, 130_000]

@@ -11,9 +11,9 @@ import pytest
 
 from tvm_pagedkv.stores import GuardedStore
 
-from ..support.in_child import failures
-from ..support.store_cases import Values, get, key_of, put, value_of
-from ..support.store_memory import MemoryStore
+from ..support.cases.caches.store_cases import Values, get, key_of, put, value_of
+from ..support.emulators.store_memory import MemoryStore
+from ..support.harness.in_child import failures
 
 SIZES = [5000, 70_000, 100, 4096]
 KEYS = [key_of(i) for i in range(len(SIZES))]

@@ -11,8 +11,8 @@ import pytest
 
 from tvm_pagedkv.stores import GuardedStore, MooncakeStore, ValkeyStore
 
-from ..support.store_cases import get, key_of, put
-from ..support.store_servers import (
+from ..support.cases.caches.store_cases import get, key_of, put
+from ..support.emulators.store_servers import (
     mooncake_servers,
     reserved_port,
     skip_without_mooncake,
@@ -149,7 +149,7 @@ def test_mooncake_servers_that_are_killed(tmp_path):
 
 
 def test_mooncake_uses_registered_memory_in_place(mooncake_store):
-    from ..support.store_cases import Values, value_of
+    from ..support.cases.caches.store_cases import Values, value_of
 
     values = Values(SIZES)
     mooncake_store.register(values.memory.ctypes.data, values.memory.nbytes)

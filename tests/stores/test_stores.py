@@ -12,7 +12,7 @@ from tvm_pagedkv.stores import (
     ValkeyStore,
 )
 
-from ..support.store_cases import Values, get, key_of, put
+from ..support.cases.caches.store_cases import Values, get, key_of, put
 
 SIZES = [1, 63, 4032, 4033, 4095, 4096, 4097, 65_536, 100_000, 262_144 + 64, 1 << 20]
 KEYS = [key_of(i) for i in range(len(SIZES))]

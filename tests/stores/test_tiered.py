@@ -9,8 +9,8 @@ import pytest
 
 from tvm_pagedkv.stores import TieredStore
 
-from ..support.store_cases import get, key_of, put, value_of
-from ..support.store_memory import MemoryStore
+from ..support.cases.caches.store_cases import get, key_of, put, value_of
+from ..support.emulators.store_memory import MemoryStore
 
 SIZE = 5000
 KEYS = [key_of(i) for i in range(6)]

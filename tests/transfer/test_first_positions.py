@@ -10,10 +10,10 @@ import tvm_ffi
 from tvm_pagedkv.transfer import TransferError, _runtime
 
 from .. import reference
-from ..support.cache_cases import layer_of
-from ..support.python_kernels import poison
-from ..support.recurrent_world import World, outputs
-from ..support.transfer_cases import append, attend, caches, connect, pump, rows, state
+from ..support.cases.caches.cache_cases import layer_of
+from ..support.cases.caches.transfer_cases import append, attend, caches, connect, pump, rows, state
+from ..support.emulators.python_kernels import poison
+from ..support.worlds.recurrent_world import World, outputs
 from .test_recurrent_transfer import feed, worlds
 
 FIRST_STEPS = [21, 19, 48, 12]

@@ -8,8 +8,8 @@ import pytest
 
 from tvm_pagedkv.transfer import Receiver, Sender, _runtime, local_channels
 
-from ..support.checkpoint_cases import export
-from ..support.quantized_cache_cases import (
+from ..support.cases.caches.checkpoint_cases import export
+from ..support.cases.caches.quantized_cache_cases import (
     CODEC_NAMES,
     LAYER,
     MLA_LAYER,
@@ -17,7 +17,7 @@ from ..support.quantized_cache_cases import (
     QuantizedPair,
     make_quantized,
 )
-from ..support.transfer_cases import connect, pump
+from ..support.cases.caches.transfer_cases import connect, pump
 
 LAYERS = [LAYER, SLIDING_LAYER, MLA_LAYER]
 

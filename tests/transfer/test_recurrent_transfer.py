@@ -12,8 +12,8 @@ import tvm_ffi
 from tvm_pagedkv.transfer import Receiver, Sender, SharedMemoryChannel, TransferError, _runtime
 from tvm_pagedkv.transfer.layout import num_slots_of
 
-from ..support.recurrent_world import Text, World, outputs
-from ..support.transfer_cases import connect, mark_send, pump, state
+from ..support.cases.caches.transfer_cases import connect, mark_send, pump, state
+from ..support.worlds.recurrent_world import Text, World, outputs
 
 OPTIONS = {"checkpoint_tokens": 16, "history_tokens": 32}
 

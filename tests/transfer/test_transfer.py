@@ -10,9 +10,7 @@ import tvm_ffi
 from tvm_ffi import Shape
 
 from .. import reference
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import LAYER, MLA_KERNELS, MLA_LAYER, poison, share_every_prefix
-from ..support.transfer_cases import (
+from ..support.cases.caches.transfer_cases import (
     DIM,
     HEADS,
     KV_HEADS,
@@ -23,6 +21,14 @@ from ..support.transfer_cases import (
     pump,
     rows,
 )
+from ..support.emulators.python_kernels import (
+    LAYER,
+    MLA_KERNELS,
+    MLA_LAYER,
+    poison,
+    share_every_prefix,
+)
+from ..support.worlds.permissive_steps import permissive_step
 
 
 def transfer(source, target, ids, length, steps, sender=None, receiver=None):

@@ -19,7 +19,7 @@ from tvm_pagedkv.transfer import (
     TransferTimeout,
 )
 
-from ..support.transfer_cases import MessageChannel
+from ..support.cases.caches.transfer_cases import MessageChannel
 
 SECRET = b"only the two sides know this"
 OTHER = b"somebody else's, of some length"

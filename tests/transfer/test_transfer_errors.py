@@ -18,10 +18,7 @@ from tvm_pagedkv.transfer import (
 )
 from tvm_pagedkv.transfer import receiver as receiver_module
 
-from ..support.permissive_steps import permissive_step
-from ..support.python_kernels import make_cache
-from ..support.python_tree_kernels import KERNELS_WITH_TREES
-from ..support.transfer_cases import (
+from ..support.cases.caches.transfer_cases import (
     TransferPair,
     append,
     caches,
@@ -31,6 +28,9 @@ from ..support.transfer_cases import (
     rows,
     state,
 )
+from ..support.emulators.python_kernels import make_cache
+from ..support.emulators.python_tree_kernels import KERNELS_WITH_TREES
+from ..support.worlds.permissive_steps import permissive_step
 
 SHORT = 0.05
 

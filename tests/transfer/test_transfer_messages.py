@@ -11,8 +11,16 @@ from tvm_ffi import Shape
 
 from tvm_pagedkv.transfer import ChannelClosed, Receiver, Sender, TransferError, local_channels
 
-from ..support.python_kernels import LAYER, make_cache
-from ..support.transfer_cases import TransferPair, append, caches, connect, mark_send, rows, state
+from ..support.cases.caches.transfer_cases import (
+    TransferPair,
+    append,
+    caches,
+    connect,
+    mark_send,
+    rows,
+    state,
+)
+from ..support.emulators.python_kernels import LAYER, make_cache
 
 
 @pytest.fixture

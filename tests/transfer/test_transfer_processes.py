@@ -27,11 +27,11 @@ from tvm_pagedkv.transfer import (
 from tvm_pagedkv.transfer.nixl import use_loopback
 
 from .. import reference
-from ..support import quantized_cache_cases
-from ..support.checkpoint_cases import export
-from ..support.python_kernels import LAYER, make_cache, poison, shuffle
-from ..support.quantized_cache_cases import CODEC_NAMES, QuantizedPair
-from ..support.transfer_cases import HEADS, KV_HEADS, append, attend, rows, state
+from ..support.cases.caches import quantized_cache_cases
+from ..support.cases.caches.checkpoint_cases import export
+from ..support.cases.caches.quantized_cache_cases import CODEC_NAMES, QuantizedPair
+from ..support.cases.caches.transfer_cases import HEADS, KV_HEADS, append, attend, rows, state
+from ..support.emulators.python_kernels import LAYER, make_cache, poison, shuffle
 
 TIMEOUT = 60.0  # until the other process has started
 CHANNELS = {"shared_memory": SharedMemoryChannel, "nixl": NixlChannel}

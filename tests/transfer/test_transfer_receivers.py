@@ -19,8 +19,16 @@ from tvm_pagedkv.transfer import (
     local_channels,
 )
 
-from ..support.python_kernels import make_cache
-from ..support.transfer_cases import HEADS, KV_HEADS, TransferPair, append, caches, pump, rows
+from ..support.cases.caches.transfer_cases import (
+    HEADS,
+    KV_HEADS,
+    TransferPair,
+    append,
+    caches,
+    pump,
+    rows,
+)
+from ..support.emulators.python_kernels import make_cache
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.transfer import _runtime
 from tvm_pagedkv.transfer.layout import expand_runs
 
-from ..support.python_kernels import make_cache, view
-from ..support.stock import create_positional
-from ..support.transfer_cases import append, rows
+from ..support.cases.caches.transfer_cases import append, rows
+from ..support.emulators.python_kernels import make_cache, view
+from ..support.emulators.stock import create_positional
 
 NAMES = (
     "transpose_append prefill_ragged prefill decode merge split_rotary copy_single_page "

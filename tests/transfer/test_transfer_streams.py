@@ -16,8 +16,8 @@ import pytest
 
 from tvm_pagedkv.transfer import ChannelClosed, Receiver, Sender, SharedMemoryChannel, TransferError
 
-from ..support.python_kernels import make_cache
-from ..support.transfer_cases import MessageChannel
+from ..support.cases.caches.transfer_cases import MessageChannel
+from ..support.emulators.python_kernels import make_cache
 
 
 def open_descriptors() -> int:

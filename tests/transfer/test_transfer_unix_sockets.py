@@ -14,8 +14,8 @@ import pytest
 
 from tvm_pagedkv.transfer import AuthenticationError, TransferError, TransferTimeout
 
-from ..support.in_child import failures
-from ..support.transfer_cases import MessageChannel
+from ..support.cases.caches.transfer_cases import MessageChannel
+from ..support.harness.in_child import failures
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user as well")

@@ -35,7 +35,7 @@ def prepare_begin_forward(kernels: Mapping, tag: str, batch: int) -> Prepared:
         Of the kernels, as the positional constructor takes it.
     batch : int
     """
-    from tests.support.stock import create_positional
+    from tests.support.emulators.stock import create_positional
 
     tokens = batch * 2 * CONTEXT
     config = KVCacheConfig(

@@ -158,7 +158,7 @@ class Stock(TvmPeer):
 
     @functools.cache  # noqa: B019  (lives as long as the process)
     def kernels(self, heads, dtype, names=KERNELS):
-        from tests.support.stock import stock_kernels
+        from tests.support.emulators.stock import stock_kernels
 
         shape = (heads.query, heads.kv, heads.dim, dtype)
         return stock_kernels(*shape, target=resolve_target(), only=names)

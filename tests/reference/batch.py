@@ -53,8 +53,8 @@ def paged_attention(
     page_size = pages.shape[3]
     parts = []
     for b in range(len(query_indptr) - 1):
-        page_ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
-        parts.append(gather_slots(pages, sequence_slots(page_ids, last_page_len[b], page_size)))
+        ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
+        parts.append(gather_slots(pages, sequence_slots(ids, last_page_len[b], page_size)))
     k, v = (np.concatenate(rows) for rows in zip(*parts, strict=True))
     k, v = k[..., : q.shape[-1]], v[..., :v_width]
     kv_indptr = np.cumsum([0, *(len(rows) for rows, _ in parts)])
@@ -115,8 +115,8 @@ def mla_paged_attention(
     page_size = pages.shape[1]
     for b in range(len(query_indptr) - 1):
         q_rows = q[query_indptr[b] : query_indptr[b + 1]]
-        page_ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
-        slots = sequence_slots(page_ids, last_page_len[b], page_size)
+        ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
+        slots = sequence_slots(ids, last_page_len[b], page_size)
         latent = pages[slots // page_size, slots % page_size]
         shape = len(q_rows), len(latent)
         mask = (causal_mask if causal else past_mask)(*shape, window)

@@ -102,8 +102,8 @@ def paged_attention(
     last, begins, sinks = length_rows[:3]
     for b in range(len(query_indptr) - 1):
         rows = slice(query_indptr[b], query_indptr[b + 1])
-        page_ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
-        k, v = gather_slots(pages, sequence_slots(page_ids, last[b], pages.shape[3]))
+        ids = page_ids[page_indptr[b] : page_indptr[b + 1]]
+        k, v = gather_slots(pages, sequence_slots(ids, last[b], pages.shape[3]))
         num_rows, num_slots = rows.stop - rows.start, len(k)
         most = int(length_rows[3][b]) if len(length_rows) == 4 else 2**30
         window = Window(most + int(sinks[b]), int(sinks[b]), int(begins[b] - sinks[b]))

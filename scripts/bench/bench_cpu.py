@@ -25,11 +25,11 @@ import time
 from pathlib import Path
 
 import bench_begin_forward
-import bench_selection
-import bench_tables
-from bench_cases import DTYPES, Heads
-from bench_measure import Measurement, start_peers
 from bench_peers import PEERS
+from lib import selection
+from lib import tables as printed
+from lib.cases import DTYPES, Heads
+from lib.measure import Measurement, start_peers
 
 from tvm_pagedkv.compiler import choices, class_of, vector_target
 
@@ -79,8 +79,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.budget = options.budget or (0.15 if options.quick else 0.25)
     for group in options.groups or []:
-        if group < 1 or bench_selection.HEADS % group:
-            parser.error(f"--groups: {group} does not divide {bench_selection.HEADS} query heads")
+        if group < 1 or selection.HEADS % group:
+            parser.error(f"--groups: {group} does not divide {selection.HEADS} query heads")
     options.python = dict(x.split("=", 1) for x in options.python)
     unknown = set(options.python) - set(PEERS)
     if unknown:
@@ -103,12 +103,12 @@ def measure_begin_forward(options, peers: dict) -> Measurement:
     runtimes = {name: peers[name] for name in RUNTIMES if name in peers}
     measurement = Measurement(runtimes, options.budget, options.longest, progress)
     if "python" in options.begin_forward:
-        for case in bench_selection.BEGIN_FORWARD:
+        for case in selection.BEGIN_FORWARD:
             measurement.measure(case, "float32", Heads(1, 1, 8))
     if "c++" in options.begin_forward:
         try:
             program = bench_begin_forward.build(progress)
-            for case in bench_selection.BEGIN_FORWARD:
+            for case in selection.BEGIN_FORWARD:
                 own = bench_begin_forward.measure(program, case, options.cpus)
                 record = {"peer": "ours, C++", "kind": case.kind, "case": case.label, **own}
                 measurement.records.append(record)
@@ -128,7 +128,7 @@ def main() -> None:
             sys.exit(f"ours: {missing['ours']}")
         limits = options.budget, options.longest
         attention = Measurement(peers, *limits, progress, options.balance)
-        tables = bench_selection.tables_of(options)
+        tables = selection.tables_of(options)
         for table in tables:
             longest = options.longest if table.is_full else min(options.longest, 1.0)
             for case in table.cases:
@@ -148,23 +148,23 @@ def main() -> None:
     result = {"device": machine, "cpu_class": chosen, "versions": versions, "missing": missing}
     if attention.records:
         limits = attention.best_limits
-        print(bench_tables.limits_line(limits))
+        print(printed.limits_line(limits))
         for table in tables:
             key = (table.dtype, dataclasses.asdict(table.heads))
             own, absent = (
                 [r for r in rows if (r["dtype"], r["heads"]) == key]
                 for rows in (attention.records, attention.absent)
             )
-            bench_tables.print_attention(table.dtype, table.heads, own, absent, limits)
+            printed.print_attention(table.dtype, table.heads, own, absent, limits)
         result |= {"limits": limits, "all_limits": attention.limits}
     if begin.records or begin.absent:
-        bench_tables.print_begin_forward(begin.records, begin.absent)
+        printed.print_begin_forward(begin.records, begin.absent)
     result |= {"records": attention.records + begin.records}
     result |= {"absent": attention.absent + begin.absent}
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))
     if options.plot and attention.records:
-        from bench_roofline import draw
+        from lib.roofline import draw
 
         draw(result, options.plot)
 

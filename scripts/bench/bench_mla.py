@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
-from bench_cases import PAGE, seconds_of
+from lib.cases import PAGE, seconds_of
 
 from tvm_pagedkv.compiler.build import build_kernels
 from tvm_pagedkv.config import KVCacheConfig, LayerSpec

@@ -3,7 +3,7 @@
 """Bandwidth of the page kernels: append with RoPE, merge, learned sinks, page copy.
 
 Prints for each the median time, bytes read and written per second, two shares of what plain loops
-take that move as many bytes (`bench_streams`), and how many times faster it is than the kernel
+take that move as many bytes (`lib.streams`), and how many times faster it is than the kernel
 inside apache-tvm. Loops and kernels find their data in the same caches, and alternate. "of copy"
 is the share of a copy from one array to another; "of loop" that of a loop over as many arrays as
 the kernel has (an update in place writes to lines that it has read, and is faster than a copy). No
@@ -27,7 +27,7 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
-from bench_streams import Streams
+from lib.streams import Streams
 
 from tir_kernels.cpu.worker import SERIAL_BELOW_BYTES
 from tir_kernels.spec import FLOAT_DTYPES

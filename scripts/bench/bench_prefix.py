@@ -42,11 +42,11 @@ import tvm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prefix_mooncake import generate_trace, read_trace, select, trace_workload  # noqa: E402
-from prefix_oracle import oracle_hits  # noqa: E402
-from prefix_replay import Policy, Replay, Run  # noqa: E402
-from prefix_tiers import DISK, HOST, STORE, TierRun, Tiers, print_tiers, store_opener  # noqa: E402
-from prefix_workloads import GENERATORS, Source, Workload  # noqa: E402
+from lib.prefix.mooncake import generate_trace, read_trace, select, trace_workload  # noqa: E402
+from lib.prefix.oracle import oracle_hits  # noqa: E402
+from lib.prefix.replay import Policy, Replay, Run  # noqa: E402
+from lib.prefix.tiers import DISK, HOST, STORE, TierRun, Tiers, print_tiers, store_opener  # noqa: E402
+from lib.prefix.workloads import GENERATORS, Source, Workload  # noqa: E402
 
 MOONCAKE = "mooncake"
 TRACE_SCALE = 0.25  # of a trace's lengths, times --scale: its prompts are long
@@ -289,7 +289,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mooncake", help="address of the master that is the store")
     add("--chunk", type=int, default=256, help="rows of a step (default 256)")
     add("--max-running", type=int, default=16, help="requests at a time (default 16)")
-    add("--admission", default="wait", choices=["wait", "fcfs"], help="see prefix_replay.py")
+    add("--admission", default="wait", choices=["wait", "fcfs"], help="see lib/prefix/replay.py")
     add("--steady", action="store_true", help="the clock counts rows: all schedules are the same")
     add("--rounds", type=int, default=1, help="alternating runs of each; the median counts")
     add("--seed", type=int, default=0)
@@ -339,7 +339,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
-        from prefix_plot import draw
+        from lib.prefix.plot import draw
 
         draw(result, options.plot)
 

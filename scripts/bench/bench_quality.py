@@ -23,9 +23,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from quality_drift import drift_table
-from quality_needle import find_needles, print_needles
-from quality_texts import TEXTS, windows_of
+from lib.quality.drift import drift_table
+from lib.quality.needle import find_needles, print_needles
+from lib.quality.texts import TEXTS, windows_of
 
 from tir_kernels.codec import CODECS
 from tvm_pagedkv_lm import DecoderModel

@@ -21,11 +21,11 @@ import os
 import sys
 from pathlib import Path
 
-from bench_cases import Case, Heads
 from bench_cpu import device_name, progress
-from bench_measure import Measurement, start_peers
 from bench_peers import PEERS
-from bench_shares import reads_text
+from lib.cases import Case, Heads
+from lib.measure import Measurement, start_peers
+from lib.shares import reads_text
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 ROWS = 512  # of a prefill
@@ -110,7 +110,7 @@ def appends_of(options: argparse.Namespace) -> list[dict]:
         return []
     os.sched_setaffinity(0, options.cpus)
     os.environ["TVM_NUM_THREADS"] = str(len(options.cpus))  # read at the first launch
-    from quantized_append import append_records, print_append_records
+    from lib.quantized.append import append_records, print_append_records
 
     codecs = [CODEC_PEERS[name] for name in options.peers if name in CODEC_PEERS]
     records = append_records([options.dtype], [None, *codecs], options.append_rows, options.budget)
@@ -147,7 +147,7 @@ def main() -> None:
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))
     if options.plot:
-        from quantized_plot import draw
+        from lib.quantized.plot import draw
 
         draw(result, options.plot)
 

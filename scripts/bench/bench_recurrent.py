@@ -160,7 +160,7 @@ def main() -> None:
     print(f"{spec}\n{num_threads} threads")
     bench, limits = Bench(spec, num_threads), Limits()
     if options.torch or options.ik_llama:
-        from recurrent_peers import beside
+        from lib.recurrent_peers import beside
 
         if options.rule != "gated_delta":
             parser.error("--torch and --ik-llama are for --rule gated_delta")

@@ -23,7 +23,7 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
-from bench_cases import PAGE
+from lib.cases import PAGE
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.measure import Limits

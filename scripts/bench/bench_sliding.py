@@ -21,8 +21,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
-from bench_cases import DIM, DTYPES, HEADS, KV_HEADS, PAGE, Case, PagedInputs  # noqa: E402
-from bench_rounds import Rounds, columns_of, ratio_of  # noqa: E402
+from lib.cases import DIM, DTYPES, HEADS, KV_HEADS, PAGE, Case, PagedInputs  # noqa: E402
+from lib.rounds import Rounds, columns_of, ratio_of  # noqa: E402
 
 from tvm_pagedkv.compiler.build import build_kernels  # noqa: E402
 from tvm_pagedkv.config import POPPABLE, KVCacheConfig, LayerSpec  # noqa: E402

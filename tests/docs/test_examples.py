@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of scripts/examples/ run as their first lines say."""
+"""The programs of examples/ run as their first lines say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from ..support.harness.selections import with_slow
 from .documents import ROOT, blocks_of
 
-EXAMPLES = ROOT / "scripts" / "examples"
+EXAMPLES = ROOT / "examples"
 NO_OLD_NAMES = ("-W", "error::DeprecationWarning:__main__")
 # What each prints when it has done what it shows.
 PRINTS = {
@@ -35,7 +35,7 @@ def test_every_example_is_listed():
 @pytest.mark.parametrize("name", with_slow(PRINTS, "prefix_reuse.py", "quantized.py"))
 def test_example(name, tmp_path):
     docstring = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
-    (line,) = re.findall(rf"^python scripts/examples/{name}.*", docstring, re.MULTILINE)
+    (line,) = re.findall(rf"^python examples/{name}.*", docstring, re.MULTILINE)
     arguments = shlex.split(line)[2:]
     if name == "disaggregated.py":
         arguments += ["--check", "--max-tokens", "12"]

@@ -78,9 +78,9 @@ SLOW, FAST = 30e9, 60e9
 )
 def test_shares_are_of_what_was_read_beside_each_turn(reads, told, unsteady, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import bench_measure
-    from bench_cases import Case, Heads
-    from bench_shares import reads_text, share_of
+    from lib import measure as bench_measure
+    from lib.cases import Case, Heads
+    from lib.shares import reads_text, share_of
 
     monkeypatch.setattr(bench_measure, "SETTLE_S", 0)
     monkeypatch.setattr(bench_measure, "SLOW_S", 100)
@@ -105,7 +105,7 @@ def test_shares_are_of_what_was_read_beside_each_turn(reads, told, unsteady, mon
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_error_of_a_right_and_of_a_wrong_output(dtype, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from bench_cases import Case, Heads, Inputs
+    from lib.cases import Case, Heads, Inputs
 
     inputs = Inputs(Case("prefill", 1, 5, 9, ((2, 1, 40),)), dtype, Heads(4, 2, 16))
     rows = []

@@ -15,9 +15,9 @@ import pytest
 from .. import reference
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from bench_cases import Case, Heads, Inputs
 from bench_peers import PEERS, ggml_flash
 from bench_peers.peer import Unsupported
+from lib.cases import Case, Heads, Inputs
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 7), (5, 5), (3, 40)])

@@ -25,7 +25,7 @@ def scripts_are_found(monkeypatch):
 
 
 def source(seed=0, scale=0.05):
-    from prefix_workloads import Source
+    from lib.prefix.workloads import Source
 
     return Source(seed, 256, scale)
 
@@ -40,7 +40,7 @@ def num_common(a, b):
 
 
 def test_a_seed_decides_a_workload():
-    from prefix_workloads import GENERATORS
+    from lib.prefix.workloads import GENERATORS
 
     for name, generate in GENERATORS.items():
         one, same, other = (generate(source(seed), 24) for seed in (1, 1, 2))
@@ -57,7 +57,7 @@ def test_a_seed_decides_a_workload():
 
 
 def test_a_turn_begins_with_the_conversation_before_it():
-    from prefix_workloads import chat
+    from lib.prefix.workloads import chat
 
     requests = chat(source(), 24, num_turns=4).requests
     turns = [request for request in requests if request.previous is not None]
@@ -71,7 +71,7 @@ def test_a_turn_begins_with_the_conversation_before_it():
 
 
 def test_groups_share_their_system_prompt_only():
-    from prefix_workloads import generated_shared_prefix
+    from lib.prefix.workloads import generated_shared_prefix
 
     requests = generated_shared_prefix(source(scale=0.25), 3, 4).requests
     assert sorted(request.session for request in requests) == [0] * 4 + [1] * 4 + [2] * 4
@@ -84,7 +84,7 @@ def test_groups_share_their_system_prompt_only():
 
 
 def test_samples_of_a_prompt_arrive_at_once_and_differ():
-    from prefix_workloads import self_consistency
+    from lib.prefix.workloads import self_consistency
 
     requests = self_consistency(source(), 32).requests
     for begin in (0, 16):
@@ -94,7 +94,7 @@ def test_samples_of_a_prompt_arrive_at_once_and_differ():
 
 
 def test_equal_blocks_of_a_trace_are_equal_tokens(tmp_path):
-    from prefix_mooncake import read_trace, trace_workload
+    from lib.prefix.mooncake import read_trace, trace_workload
 
     path = tmp_path / "trace.jsonl"
     lines = [(0, 1000, 7, [0, 1]), (500, 1300, 0, [0, 1, 2]), (2000, 600, 3, [0, 4])]
@@ -113,7 +113,7 @@ def test_equal_blocks_of_a_trace_are_equal_tokens(tmp_path):
              '"output_length": 1, "hash_ids": [1]}'],
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_named(tmp_path, line):
-    from prefix_mooncake import read_trace
+    from lib.prefix.mooncake import read_trace
 
     path = tmp_path / "trace.jsonl"
     good = '{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [1]}'
@@ -123,7 +123,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path, line):
 
 
 def test_a_generated_trace_has_the_statistics_it_names():
-    from prefix_mooncake import BLOCK, INPUT, OUTPUT, SPAN_S, generate_trace
+    from lib.prefix.mooncake import BLOCK, INPUT, OUTPUT, SPAN_S, generate_trace
 
     records = generate_trace(0, 4000)
     lengths = [record["input_length"] for record in records]
@@ -141,7 +141,7 @@ def test_a_generated_trace_has_the_statistics_it_names():
 
 
 def test_selected_sessions_are_whole():
-    from prefix_mooncake import generate_trace, select
+    from lib.prefix.mooncake import generate_trace, select
 
     records = generate_trace(0, 400)
     chosen = select(records, 0, 100)
@@ -171,7 +171,7 @@ def pages_of(begin, count):
 
 
 def test_the_simulation_reuses_all_but_the_last_token():
-    from prefix_oracle import LruOracle
+    from lib.prefix.oracle import LruOracle
 
     oracle = LruOracle(16, 4)
     prompt = pages_of(0, 3)
@@ -183,7 +183,7 @@ def test_the_simulation_reuses_all_but_the_last_token():
 
 
 def test_the_simulation_evicts_the_end_of_the_text_used_longest_ago():
-    from prefix_oracle import LruOracle
+    from lib.prefix.oracle import LruOracle
 
     oracle = LruOracle(6, 4)
     a, b, c = pages_of(0, 3), pages_of(100, 3), pages_of(200, 2)
@@ -197,7 +197,7 @@ def test_the_simulation_evicts_the_end_of_the_text_used_longest_ago():
 
 
 def test_the_simulation_holds_the_pages_of_running_requests():
-    from prefix_oracle import LruOracle
+    from lib.prefix.oracle import LruOracle
 
     oracle = LruOracle(5, 4)
     a, b = pages_of(0, 2), pages_of(100, 2)
@@ -217,7 +217,7 @@ def test_the_simulation_holds_the_pages_of_running_requests():
 
 
 def test_the_simulation_keeps_what_was_computed_twice_once():
-    from prefix_oracle import LruOracle
+    from lib.prefix.oracle import LruOracle
 
     oracle = LruOracle(8, 4)
     a = pages_of(0, 3)
@@ -239,7 +239,7 @@ def model():
 
 
 def replay(model, workload, num_pages, tiers=None, **policy):
-    from prefix_replay import Policy, Replay
+    from lib.prefix.replay import Policy, Replay
 
     cache = model.create_cache(16, num_pages * 16, 64, prefix_cache=tiers)
     settings = {"finds_prefix": True, "chunk": 64, "max_running": 8}
@@ -251,7 +251,7 @@ def replay(model, workload, num_pages, tiers=None, **policy):
 
 
 def hits_of(run, workload, num_pages=None):
-    from prefix_oracle import oracle_hits
+    from lib.prefix.oracle import oracle_hits
 
     num_pages = num_pages or run.num_pages
     prompts = [request.prompt for request in workload.requests]
@@ -263,7 +263,7 @@ def hits_of(run, workload, num_pages=None):
 
 @pytest.mark.parametrize("name", few_of(["chat", "shared-prefix", "system-prompt", "few-shot"], 2))
 def test_the_cache_reuses_what_the_simulation_says(model, name):
-    from prefix_workloads import GENERATORS
+    from lib.prefix.workloads import GENERATORS
 
     # Beginnings are whole pages. Where texts part within one, the cache finds the page that has
     # most tokens in common, though it may be gone while another one with fewer is there.
@@ -278,7 +278,7 @@ def test_the_cache_reuses_what_the_simulation_says(model, name):
 
 
 def test_random_texts_over_few_tokens_are_found_as_the_simulation_says(model):
-    from prefix_workloads import Request, Workload
+    from lib.prefix.workloads import Request, Workload
 
     seed = int(np.random.default_rng().integers(2**32))
     print("seed", seed)
@@ -300,7 +300,7 @@ def test_random_texts_over_few_tokens_are_found_as_the_simulation_says(model):
 
 
 def test_requests_wait_for_a_beginning_that_is_being_computed(model):
-    from prefix_workloads import self_consistency
+    from lib.prefix.workloads import self_consistency
 
     workload = self_consistency(source(scale=0.06), 16).lasting(1.0)
     waits = replay(model, workload, 256)
@@ -312,7 +312,7 @@ def test_requests_wait_for_a_beginning_that_is_being_computed(model):
 
 
 def test_a_request_that_no_pool_could_hold_is_refused(model):
-    from prefix_workloads import random
+    from lib.prefix.workloads import random
 
     with pytest.raises(ValueError, match="a request needs 10 pages, the cache has 8"):
         replay(model, random(source(scale=0.06), 2).lasting(1.0), 8)

@@ -29,8 +29,8 @@ def model():
 @pytest.mark.parametrize("below", ["", "disk"])
 @pytest.mark.parametrize("name", ["few-shot", "shared-prefix"])
 def test_tiers_have_all_that_the_pool_has_lost(model, name, below, tmp_path):
-    from prefix_tiers import TierRun, Tiers
-    from prefix_workloads import GENERATORS
+    from lib.prefix.tiers import TierRun, Tiers
+    from lib.prefix.workloads import GENERATORS
 
     # Beginnings are whole pages, and the tiers below have full pages.
     workload = GENERATORS[name](source(scale=1 / 16), 32).lasting(1.0)
@@ -52,8 +52,8 @@ def test_tiers_have_all_that_the_pool_has_lost(model, name, below, tmp_path):
 
 
 def test_the_bytes_of_a_tier(model, tmp_path):
-    from prefix_tiers import TierRun, Tiers, reused_tokens
-    from prefix_workloads import random
+    from lib.prefix.tiers import TierRun, Tiers, reused_tokens
+    from lib.prefix.workloads import random
 
     workload = random(source(scale=1 / 16), 4).lasting(1.0)
     tiers = TierRun(Tiers(100, "disk"), 32768, 100, tmp_path)
@@ -95,8 +95,8 @@ def test_a_store_needs_a_server(arguments, monkeypatch, capsys):
 
 
 def test_a_server_is_a_tier(model, tmp_path):
-    from prefix_tiers import TierRun, Tiers, store_opener
-    from prefix_workloads import few_shot
+    from lib.prefix.tiers import TierRun, Tiers, store_opener
+    from lib.prefix.workloads import few_shot
 
     workload = few_shot(source(scale=1 / 16), 16).lasting(1.0)
     with valkey_server(tmp_path) as server:

@@ -90,7 +90,7 @@ def test_a_divergence_is_that_of_the_definition(monkeypatch):
 def test_drift_is_the_error_of_the_codec_and_does_not_grow(monkeypatch, capsys):
     codec = "int4"
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import quality_drift
+    from lib.quality import drift as quality_drift
 
     monkeypatch.setattr(quality_drift, "CONTEXTS", (64, 512))
     float32, quantized_cache = quality_drift.drift_table([codec], seed=3)

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
-from budget_recall import measure
-from quality_budget import losses, table
+from bench_budget_recall import measure
+from bench_quality_budget import losses, table
 
 from tvm_pagedkv_lm import DecoderModel, find_model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from quality_needle import NEEDLE, find_needles, needle_texts
+from lib.quality.needle import NEEDLE, find_needles, needle_texts
 
 VOCABULARY = 50
 LENGTH = 600

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
-from quality_states import errors_of
+from bench_quality_states import errors_of
 
 
 @pytest.mark.parametrize("rule", ["gated_delta", "mamba2"])

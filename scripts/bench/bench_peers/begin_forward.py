@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 
 import tvm
-from bench_cases import Heads
+from lib.cases import Heads
 from tvm_ffi import Shape
 
 from bench_peers.peer import Prepared

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
-from bench_cases import FLUSH_BYTES, Case, Heads, Inputs
+from lib.cases import FLUSH_BYTES, Case, Heads, Inputs
 
 
 class Unsupported(Exception):

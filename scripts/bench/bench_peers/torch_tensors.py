@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from bench_cases import FLUSH_BYTES, bits
+from lib.cases import FLUSH_BYTES, bits
 
 from bench_peers.peer import Peer
 

@@ -8,9 +8,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-import bench_balance
 import tvm
-from bench_cases import PagedInputs
+from lib import balance
+from lib.cases import PagedInputs
 
 from bench_peers import begin_forward
 from bench_peers.peer import Peer, Prepared
@@ -76,18 +76,18 @@ class Ours(TvmPeer):
         spec = kernel_spec(config, config.layers[0], target)
         key = (f"{heads.label}, {dtype}, {config.kv_dtype}", repr(spec))
         if stamped:
-            key += ("stamped", *code_versions(Path(bench_balance.__file__)))
+            key += ("stamped", *code_versions(Path(balance.__file__)))
 
         def build(name):
             kernel = build_kernel(name, spec)
-            return bench_balance.stamped(kernel) if stamped else kernel
+            return balance.stamped(kernel) if stamped else kernel
 
         builders = {name: functools.partial(build, name) for name in names}
         return load_kernels(builders, key, target)
 
     def apart(self, kind, dtype, heads, arguments):
         kernel = self.kernels(heads, dtype, stamped=True)[kind]
-        return bench_balance.apart(kernel, arguments, self.flush, len(self.cpus))
+        return balance.apart(kernel, arguments, self.flush, len(self.cpus))
 
     def read_bandwidth(self) -> float:
         """Bytes per second that can be read just now."""

@@ -12,7 +12,7 @@ import functools
 
 import numpy as np
 import tvm
-from bench_cases import PAGE
+from lib.cases import PAGE
 
 import tvm_pagedkv as pkv
 from bench_peers.peer import Prepared

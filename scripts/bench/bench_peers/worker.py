@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
 os.sched_setaffinity(0, [int(cpu) for cpu in sys.argv[2].split(",")])
 
-from bench_cases import Case, Heads, Inputs, seconds_of  # noqa: E402
+from lib.cases import Case, Heads, Inputs, seconds_of  # noqa: E402
 
 from bench_peers import PEERS  # noqa: E402
 from bench_peers.peer import Unsupported  # noqa: E402

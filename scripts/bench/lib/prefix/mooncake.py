@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from prefix_workloads import Request, Source, Workload
+
+from lib.prefix.workloads import Request, Source, Workload
 
 BLOCK = 512
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error of recurrent states of a narrow type, by how long a head remembers.
 
-    python scripts/bench/quality_states.py
-    python scripts/bench/quality_states.py --tokens 65536 --rule mamba2
+    python scripts/bench/bench_quality_states.py
+    python scripts/bench/bench_quality_states.py --tokens 65536 --rule mamba2
 
 Caches with states of each type take the same random tokens. The error is that of the outputs of the
 last 256 tokens, relative to those of float32 states. A head whose decays have a half-life of h

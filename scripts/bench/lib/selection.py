@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bench_cases import DTYPES, HEADS, Case, Heads
+from lib.cases import DTYPES, HEADS, Case, Heads
 
 EVEN = Case("decode", 8, 1, 1248)
 SKEWED = Case("decode", 1, 1, 8192, ((7, 1, 256),))  # as many positions as EVEN

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from bench_cases import FLUSH_BYTES
+
+from lib.cases import FLUSH_BYTES
 
 
 class Rounds:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A text that grows in turns: every turn begins with the pages of the turns before.
 
-python scripts/examples/prefix_cache.py
+python examples/prefix_cache.py
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole Relax model over this cache: define, export, compile, run. Its weights are random.
 
-python scripts/examples/relax_model.py
+python examples/relax_model.py
 """
 
 import numpy as np

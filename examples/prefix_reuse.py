@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several texts over one prompt: the prompt is computed once, and its pages are shared.
 
-python scripts/examples/prefix_reuse.py
+python examples/prefix_reuse.py
 """
 
 import numpy as np

@@ -5,9 +5,9 @@
 Texts begin with a prompt, to which attention is whole; then every token is a decode step, which
 attends within the budget. Arithmetic is float32.
 
-    python scripts/bench/quality_budget.py                         # the included model
-    python scripts/bench/quality_budget.py --model smollm2 --length 4096 --prompt 3840 --texts 8 \
-        --budgets 2048 1024 512 256
+    python scripts/bench/bench_quality_budget.py                         # the included model
+    python scripts/bench/bench_quality_budget.py --model smollm2 --length 4096 --prompt 3840 \
+        --texts 8 --budgets 2048 1024 512 256
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from quality_texts import windows_of
+from lib.quality.texts import windows_of
 
 from tvm_pagedkv_lm import DecoderModel, find_model
 

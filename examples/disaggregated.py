@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write text with two processes: one computes the prompts, the other one continues them.
 
-python scripts/examples/disaggregated.py "The with statement" "A list is"
+python examples/disaggregated.py "The with statement" "A list is"
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same text from caches that keep K and V in fewer bits: what they take, what they change.
 
-python scripts/examples/quantized.py
+python examples/quantized.py
 """
 
 import numpy as np

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from bench_cases import Heads
-from bench_selection import EVEN, SKEWED
-from bench_shares import reads_text, share_of
+from lib.cases import Heads
+from lib.selection import EVEN, SKEWED
+from lib.shares import reads_text, share_of
 
 
 def limits_line(limits: dict[str, float]) -> str:

@@ -204,7 +204,7 @@ def oracle_hits(
     ----------
     events : sequence of tuples
         ``("add", i)``, ``("refuse", i)``: it was added and removed again, ``("step", {i:
-        length})``, ``("publish", {i: length})`` and ``("finish", i)``, as `prefix_replay` notes.
+        length})``, ``("publish", {i: length})`` and ``("finish", i)``, as `replay` notes.
     prompts, texts : sequence of int arrays
         Of each request.
     pool : (num_pages, page_size)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from prefix_tiers import reused_tokens
-from prefix_workloads import Workload
 
+from lib.prefix.tiers import reused_tokens
+from lib.prefix.workloads import Workload
 from tvm_pagedkv.cache import KVCache
 from tvm_pagedkv_lm import DecoderModel
 
@@ -73,8 +73,8 @@ class Run:
     """Measurements of a run. Lists have an element for each request.
 
     `by_tier` has the reused tokens by the tier that had them, in a cache with tiers, as
-    `prefix_tiers.COUNTERS` names them. `busy_s` is the time of all steps; `events` is the schedule,
-    as `prefix_oracle.oracle_hits` takes it.
+    `tiers.COUNTERS` names them. `busy_s` is the time of all steps; `events` is the schedule,
+    as `oracle.oracle_hits` takes it.
     """
 
     num_pages: int
@@ -83,7 +83,7 @@ class Run:
     ttft_s: list[float]
     first_tokens: list[int]
     by_tier: dict[str, int] = field(default_factory=dict)
-    tiers: dict[str, dict] = field(default_factory=dict)  # as `prefix_tiers.TierRun.close` says
+    tiers: dict[str, dict] = field(default_factory=dict)  # as `tiers.TierRun.close` says
     busy_s: float = 0.0
     num_steps: int = 0
     events: list[tuple] = field(default_factory=list)

@@ -8,8 +8,8 @@ The bounds also prove of some pages that they hold less than a part of the softm
 left out pages of ``page_size * exp(bound)`` is at most that part of what the best page holds. The
 printed share of such pages says what skipping them could save.
 
-    python scripts/bench/budget_recall.py                          # the included model
-    python scripts/bench/budget_recall.py --model smollm2 --length 4096
+    python scripts/bench/bench_budget_recall.py                    # the included model
+    python scripts/bench/bench_budget_recall.py --model smollm2 --length 4096
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from quality_texts import windows_of
+from lib.quality.texts import windows_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tvm_pagedkv_lm import DecoderModel, find_model

@@ -9,10 +9,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-from bench_cases import Case, Heads
 from bench_peers import PEERS
 from bench_peers.process import PeerFailed, PeerProcess
-from bench_shares import is_steady, summary_of
+
+from lib.cases import Case, Heads
+from lib.shares import is_steady, summary_of
 
 ROUNDS = 3
 SLOW_S = 0.6  # of one peer's runs: no further round

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding with a token tree: draft, verify all drafts in one step, commit a path.
 
-python scripts/examples/speculative.py
+python examples/speculative.py
 """
 
 from tvm_pagedkv_lm import DecoderModel

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An agent with subagents: hints keep what comes again, and give up what does not.
 
-python scripts/examples/agents.py
+python examples/agents.py
 """
 
 import numpy as np

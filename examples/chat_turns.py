@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation of five turns: the time to the first token, with and without reuse.
 
-python scripts/examples/chat_turns.py
+python examples/chat_turns.py
 
 Larger models save more: ``--model DIR --dtype bfloat16 --message-tokens 300``.
 """

@@ -8,11 +8,12 @@ import json
 import matplotlib
 
 matplotlib.use("Agg")
-from bench_cases import DTYPES, Heads  # noqa: E402
 from bench_peers import PEERS  # noqa: E402
-from bench_shares import is_steady  # noqa: E402
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
+
+from lib.cases import DTYPES, Heads  # noqa: E402
+from lib.shares import is_steady  # noqa: E402
 
 MARKERS = "osD^v<>PXphd*"
 COLORS = dict(zip(PEERS, ["black", *pyplot.get_cmap("tab10").colors], strict=False))

@@ -12,7 +12,7 @@ import numpy as np
 
 from tvm_pagedkv_lm import DecoderModel
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
 from standard_library import sources  # noqa: E402
 
 TEXTS = {

@@ -7,9 +7,10 @@ import statistics
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
-from bench_cases import DIM, HEADS, KV_HEADS, PAGE, itemsize
 from bench_pages import median_seconds
-from bench_streams import Streams
+
+from lib.cases import DIM, HEADS, KV_HEADS, PAGE, itemsize
+from lib.streams import Streams
 
 ROUNDS = 3
 KERNELS = ("rope_append", "transpose_append")

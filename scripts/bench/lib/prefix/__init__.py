@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workloads that share beginnings, their replay and an exact simulation."""

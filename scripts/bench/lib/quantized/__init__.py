@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Appends to quantized pages, and plots."""

@@ -15,7 +15,7 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.config.__main__ import main
 
 ROOT = Path(__file__).parents[2]
-CONSUMER = ROOT / "tests" / "support" / "cpp_consumer"
+CONSUMER = ROOT / "tests" / "support" / "harness" / "cpp_consumer"
 
 
 def _run(*command: str | Path) -> str:

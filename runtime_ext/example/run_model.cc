@@ -39,7 +39,9 @@ using Map = ffi::Map<ffi::String, ffi::Any>;
 using Tokens = std::vector<int32_t>;
 
 constexpr DLDevice kCpu{kDLCPU, 0};
-constexpr int kPooledAllocator = 2;
+// Tensors come from malloc: the pooled allocator keeps a block for every size that it was asked
+// for.
+constexpr int kNaiveAllocator = 1;
 
 /*! \brief An int32 tensor of these values. */
 ffi::Tensor MakeTensor(const Tokens& values) {
@@ -65,7 +67,7 @@ Tokens MostLikely(const ffi::Tensor& logits) {
 ffi::Module LoadModel(const std::string& file) {
   ffi::Module library = ffi::Module::LoadFromFile(file);
   auto vm = library->GetFunction("vm_load_executable").value()().cast<ffi::Module>();
-  vm->GetFunction("vm_initialization").value()(static_cast<int>(kDLCPU), 0, kPooledAllocator);
+  vm->GetFunction("vm_initialization").value()(static_cast<int>(kDLCPU), 0, kNaiveAllocator);
   return vm;
 }
 

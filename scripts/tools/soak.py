@@ -2,7 +2,9 @@
 """Run many steps with forks, pops and removals between them, and watch the memory.
 
 Kernels that do nothing stand in, so that only the runtime object is at work. Ends with status 1
-when the process grows after it has warmed up, or when the state is broken.
+when the process grows after it has warmed up, or when the state is broken. Each line has the bytes
+that malloc has handed out, the blocks that Python has, and the memory in RAM: if only the last one
+grows, it is free memory that malloc keeps.
 
     python scripts/tools/soak.py                    # a million steps: some minutes
     python scripts/tools/soak.py --steps 20000
@@ -11,6 +13,7 @@ when the process grows after it has warmed up, or when the state is broken.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
 import sys
@@ -40,6 +43,24 @@ def resident_bytes() -> int:
     """Memory of this process that is in RAM."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")
+        + ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def malloc_bytes() -> int | None:
+    """Bytes that malloc has handed out; None where the C library does not tell."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
 
 
 class Soak:
@@ -178,8 +199,11 @@ def main() -> int:
             rate = step / (time.perf_counter() - begin)
             pages = soak.cache.stats()["num_used_pages"]
             counts = ", ".join(f"{count} {name}" for name, count in soak.counts.items())
+            allocated = malloc_bytes()
+            malloc = "unknown" if allocated is None else f"{allocated / 2**20:.3f} MiB"
             print(
-                f"{step:>8} steps, {rate:.0f} a second; RSS {rss / 2**20:.2f} MiB ({growth:+.2f}); "
+                f"{step:>8} steps, {rate:.0f} a second; RSS {rss / 2**20:.2f} MiB ({growth:+.2f}), "
+                f"malloc {malloc}, Python {sys.getallocatedblocks()} blocks; "
                 f"{pages} pages; {counts}",
                 flush=True,
             )

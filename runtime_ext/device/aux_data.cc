@@ -111,12 +111,11 @@ void AuxData::NextStage() {
     stage_->is_uploaded = false;
     return;
   }
-  Stage* next = Following();
+  Stage* next = &stages_[static_cast<size_t>(stage_ - stages_.data() + 1) % stages_.size()];
   if (next->copies != stage_->copies) {
     OrderAfterReaders(*stage_);
     WaitForCopies(*next);
   }
-  last_ = stage_;
   stage_ = next;
   stage_->is_uploaded = false;
 }
@@ -143,13 +142,6 @@ void AuxData::Layout(const std::vector<int64_t>& sizes, const std::vector<int64_
   }
 }
 
-void AuxData::LayoutBehindLast(const std::vector<int64_t>& sizes) {
-  const DeviceStream *before = stage_->copies.get(), *after = Following()->copies.get();
-  // Before Layout lets the last step's copy stream wait for kernels.
-  if (before != after) OrderStreams(device_, before->get(), after->get());
-  Layout(sizes);
-}
-
 void AuxData::Resize(size_t i, int64_t size) {
   Array& array = stage_->arrays[i];
   array.view.Set(stage_->buffer_of(array).device,
@@ -164,40 +156,17 @@ ffi::Tensor AuxData::Matrix(size_t i, int64_t num_rows, int64_t num_columns) con
       .Set(stage_->buffer_of(array).device, byte_offset, num_rows);
 }
 
-int64_t AuxData::num_elements() const {
-  int64_t total = 0;
-  for (const Buffer& buffer : stage_->buffers) total += buffer.size;
-  return total;
-}
-
-void AuxData::CopyToDevice(const Buffer& buffer, int64_t num_elements) {
-  void* stream = stage_->copies == nullptr ? nullptr : stage_->copies->get();
-  const int64_t num_bytes = num_elements * static_cast<int64_t>(sizeof(int32_t));
-  CopyBytes(buffer.host, 0, buffer.device, 0, num_bytes, stream);
-  num_bytes_copied_ += num_bytes;
-}
-
 void AuxData::Upload() {
   if (device_.device_type == kDLCPU) return;
   stage_->is_uploaded = true;
+  void* stream = stage_->copies == nullptr ? nullptr : stage_->copies->get();
   for (const Buffer& buffer : stage_->buffers) {
-    if (buffer.size > 0) CopyToDevice(buffer, buffer.size);
+    if (buffer.size == 0) continue;
+    const int64_t num_bytes = buffer.size * static_cast<int64_t>(sizeof(int32_t));
+    CopyBytes(buffer.host, 0, buffer.device, 0, num_bytes, stream);
+    num_bytes_copied_ += num_bytes;
   }
-  if (has_streams_) OrderStreams(device_, stage_->copies->get(), CurrentStream(device_));
-}
-
-void AuxData::UploadFirst(size_t count, const MakeArrays& make) {
-  const Buffer& buffer = stage_->buffers.front();
-  void *stream = stage_->copies->get(), *last_stream = last_->copies->get();
-  stage_->is_uploaded = true;
-  CopyToDevice(buffer, stage_->arrays[count].offset);
-  {
-    const OnStream on_copy_stream(device_, stream);
-    make(last_->buffers.front().device, buffer.device);
-  }
-  // What overwrites the last step's arrays is queued on their own copy stream.
-  if (stream != last_stream) OrderStreams(device_, stream, last_stream);
-  OrderStreams(device_, stream, CurrentStream(device_));
+  if (has_streams_) OrderStreams(device_, stream, CurrentStream(device_));
 }
 
 }  // namespace pagedkv

@@ -18,17 +18,12 @@
  * copy stream waits for all kernels that read the last arrays of the pair, and the host waits for
  * that stream: DeviceAPI cannot ask whether an event has passed. So the host synchronises in every
  * second step, and blocks only once it is three steps ahead of the device.
- *
- * Where most arrays follow from those of the last step, a kernel makes them on the device:
- * UploadFirst. It runs on the copy stream, so kernels of the step find the arrays as complete as
- * after a copy, and those of the last step may still read theirs.
  */
 #ifndef TVM_PAGEDKV_DEVICE_AUX_DATA_H_
 #define TVM_PAGEDKV_DEVICE_AUX_DATA_H_
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -57,9 +52,6 @@ class AuxData {
   /*! \param room Rows that array `i` may have without a new layout. On a GPU they are copied too.
    */
   void Layout(const std::vector<int64_t>& sizes, const std::vector<int64_t>& room);
-  /*! \brief Like Layout, for a step of UploadFirst: its copy stream waits for the last arrays only.
-   */
-  void LayoutBehindLast(const std::vector<int64_t>& sizes);
   /*! \brief Changes the number of rows of array `i`, for which it has room. Its content stays. */
   void Resize(size_t i, int64_t size);
   /*! \brief The memory where the host writes array `i`. */
@@ -70,25 +62,6 @@ class AuxData {
    * Kernels that are launched later on the current stream see them.
    */
   void Upload();
-  /*! \brief Launches a kernel that reads the memory of the last step's arrays and writes this
-   * one's. */
-  using MakeArrays = std::function<void(const ffi::Tensor& last, const ffi::Tensor& current)>;
-  /*!
-   * \brief Whether UploadFirst is possible: there is one buffer, and the device has streams.
-   */
-  bool can_make_arrays() const { return is_merged_ && has_streams_; }
-  /*!
-   * \brief Copies the first `count` arrays to the device, where `make` makes the others.
-   *
-   * The arrays of the last step must have been uploaded, and are as they were.
-   * \param make Launches the kernel on the current stream, which is the copy stream.
-   */
-  void UploadFirst(size_t count, const MakeArrays& make);
-  /*! \brief Where array `i` begins in its buffer, in this step and in the last one; elements. */
-  int64_t offset(size_t i) const { return stage_->arrays[i].offset; }
-  int64_t last_offset(size_t i) const { return last_->arrays[i].offset; }
-  /*! \brief Elements of the arrays of this step, and between them. */
-  int64_t num_elements() const;
   /*! \brief Array `i` as kernels take it. */
   const ffi::Tensor& view(size_t i) const { return stage_->arrays[i].view.get(); }
 
@@ -130,12 +103,7 @@ class AuxData {
   };
 
   void Reserve(Buffer* buffer, int64_t num_elements);
-  /*! \brief The stage that NextStage takes. */
-  Stage* Following() {
-    return &stages_[static_cast<size_t>(stage_ - stages_.data() + 1) % stages_.size()];
-  }
   void NextStage();
-  void CopyToDevice(const Buffer& buffer, int64_t num_elements);
   void WaitForCopies(const Stage& stage);
   void OrderAfterReaders(const Stage& stage);
 
@@ -146,8 +114,7 @@ class AuxData {
   bool has_streams_;
   int64_t num_bytes_copied_ = 0;
   std::vector<Stage> stages_;
-  Stage* stage_;           // that of the current step
-  Stage* last_ = nullptr;  // that of the step before
+  Stage* stage_;  // that of the current step
 };
 
 }  // namespace pagedkv

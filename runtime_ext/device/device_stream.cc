@@ -70,15 +70,6 @@ DeviceStream::~DeviceStream() {
   }
 }
 
-OnStream::OnStream(DLDevice device, void* stream) : device_(device) {
-  TVM_FFI_CHECK_SAFE_CALL(
-      TVMFFIEnvSetStream(device.device_type, device.device_id, stream, &before_));
-}
-
-OnStream::~OnStream() {
-  TVMFFIEnvSetStream(device_.device_type, device_.device_id, before_, nullptr);
-}
-
 StreamOrder::Call::Call(StreamOrder* order)
     : order_(order), num_exceptions_(std::uncaught_exceptions()) {
   if (!order->has_streams_) return;

@@ -50,19 +50,6 @@ class DeviceStream {
   void* stream_;
 };
 
-/*! \brief Lets a stream be the current one of this thread while it lives. */
-class OnStream {
- public:
-  OnStream(DLDevice device, void* stream);
-  ~OnStream();
-  OnStream(const OnStream&) = delete;
-  OnStream& operator=(const OnStream&) = delete;
-
- private:
-  DLDevice device_;
-  void* before_ = nullptr;
-};
-
 /*!
  * \brief Keeps the work of one cache in the order of its calls, whichever stream each call is on.
  *

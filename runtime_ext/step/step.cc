@@ -23,16 +23,6 @@ bool CanSharePrefix(const LayerStorage& storage, const LayerGroup& group) {
   return true;
 }
 
-/*! \brief The kernel that makes the arrays of a step of those of the last one; null without it. */
-ffi::Function AdvanceArrays(const LayerStorage& storage) {
-  for (const StoredLayer& layer : storage.layers()) {
-    if (layer.kernels->IsOwn(KernelName::kAdvanceArrays)) {
-      return layer.kernels->Get(KernelName::kAdvanceArrays);
-    }
-  }
-  return nullptr;
-}
-
 void SharePrefixes(const LayerStorage& storage, int64_t min_saved_positions, ForwardPlan* plan) {
   for (int32_t g = 0; g < storage.num_groups(); ++g) {
     if (CanSharePrefix(storage, storage.groups()[g])) plan->SharePrefixes(g, min_saved_positions);
@@ -49,8 +39,7 @@ Step::Step(const LayerStorage& storage, SequenceTable* table, PageCopier* copier
       plan_(table, storage.config().prefill_chunk_size),
       workspaces_(storage),
       scratch_(storage.device(), storage.counter()),
-      arrays_(storage.config(), *table, plan_, storage.NumTaps(), AdvanceArrays(storage),
-              storage.counter()),
+      arrays_(storage.config(), *table, plan_, storage.NumTaps(), storage.counter()),
       past_(storage.config(), *table, plan_, storage.counter()),
       bounds_(storage, *table),
       last_append_(storage.layers().size(), 0) {

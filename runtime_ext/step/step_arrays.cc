@@ -8,13 +8,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "step/array_changes.h"
-
 namespace pagedkv {
 
 StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
                        const ForwardPlan& plan, std::vector<int64_t> num_taps,
-                       ffi::Function advance_arrays, const ByteCounter& counter)
+                       const ByteCounter& counter)
     : table_(table),
       plan_(plan),
       plan_arrays_(plan),
@@ -22,14 +20,10 @@ StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
       num_taps_(std::move(num_taps)),
       is_inline_(config.has_inline_rope),
       is_host_(config.device.device_type == kDLCPU),
-      advance_arrays_(std::move(advance_arrays)),
       sizes_(InitialSizes(config)),
       room_(sizes_),
-      arrays_(config.has_merged_aux, config.device, sizes_, counter,
-              {{2}, {ArrayChanges::kNumColumns}, {num_groups_}}) {
-  static_assert(kTreeOrder == 0 && kChanges == 1 && kNewPageIds == 2,
-                "the shapes of their rows are given for the first arrays");
-  if (!arrays_.can_make_arrays()) advance_arrays_ = nullptr;
+      arrays_(config.has_merged_aux, config.device, sizes_, counter, {{2}}) {
+  static_assert(kTreeOrder == 0, "the shape of its rows is given for the first array");
 }
 
 std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config) const {
@@ -40,10 +34,6 @@ std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config) const {
   const int64_t num_sequences = std::min(config.max_num_sequences, num_rows);
   std::vector<int64_t> sizes(SegmentIndex(0, SegmentArray{}));
   sizes[kTreeOrder] = num_rows;
-  if (advance_arrays_ != nullptr) {
-    sizes[kChanges] = kNumCommonArrays + kNumGroupArrays * table.num_groups();
-    sizes[kNewPageIds] = sizes[kNewRows] = num_sequences;
-  }
   sizes[kTreeOrderIndptr] = num_sequences + 1;
   sizes[kQueryIndptr] = num_sequences + 1;
   sizes[kQueryPositions] = num_rows;
@@ -101,7 +91,6 @@ void StepArrays::SetRoom() {
 void StepArrays::SetSizes() {
   const int64_t num_sequences = plan_.num_sequences();
   sizes_[kTreeOrder] = plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0;
-  sizes_[kChanges] = sizes_[kNewPageIds] = sizes_[kNewRows] = 0;
   sizes_[kTreeOrderIndptr] = plan_.needs_tree_mask() ? num_sequences + 1 : 0;
   sizes_[kQueryIndptr] = num_sequences + 1;
   sizes_[kQueryPositions] = plan_.num_rows();

@@ -11,7 +11,6 @@
 #define TVM_PAGEDKV_STEP_STEP_ARRAYS_H_
 
 #include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -39,19 +38,14 @@ enum class StateArray {
 
 class StepArrays {
  public:
-  /*!
-   * \param num_taps Of each group, see LayerStorage::NumTaps.
-   * \param advance_arrays The kernel of that name; null where there is none.
-   */
+  /*! \param num_taps Of each group, see LayerStorage::NumTaps. */
   StepArrays(const CacheConfig& config, const SequenceTable& table, const ForwardPlan& plan,
-             std::vector<int64_t> num_taps, ffi::Function advance_arrays,
-             const ByteCounter& counter);
+             std::vector<int64_t> num_taps, const ByteCounter& counter);
 
   /*!
    * \brief Lays the arrays out for the plan's step, writes them and copies them to the device.
    *
-   * Where the plan has advanced, the arrays of the last step are moved forward instead: on a CPU in
-   * place, on a GPU by a kernel.
+   * Where the plan has advanced, the arrays of the last step are moved forward in place instead.
    */
   void Fill();
   /*! \brief Page ids that may be added to each group's page table without a new layout; -1 where
@@ -99,12 +93,7 @@ class StepArrays {
 
  private:
   enum CommonArray {
-    kTreeOrder,  // the first arrays are those whose rows are no numbers
-    // Arguments of `advance_arrays`. In a step that continues the last one nothing else is copied,
-    // so only arrays that such a step does not have lie before them.
-    kChanges,
-    kNewPageIds,
-    kNewRows,
+    kTreeOrder,  // its rows are pairs
     kTreeOrderIndptr,
     kQueryIndptr,
     kQueryPositions,
@@ -140,12 +129,6 @@ class StepArrays {
   }
   // In step_arrays_advance.cc.
   void Advance();
-  void AdvanceOnHost();
-  void AdvanceOnDevice();
-  template <typename F>
-  void VisitArrays(F visit) const;
-  int64_t NumChanges() const;
-  int64_t WriteChanges();
 
   void SetRoom();
   void SetSizes();
@@ -160,9 +143,8 @@ class StepArrays {
   std::vector<int64_t> num_taps_;  // [group]
   bool is_inline_;                 // whether a layer has RoPE mode "inline"
   bool is_host_;
-  ffi::Function advance_arrays_;  // null: all arrays are copied in each step
-  std::vector<int64_t> sizes_;    // rows of each array
-  std::vector<int64_t> room_;     // rows that each may have in this layout
+  std::vector<int64_t> sizes_;  // rows of each array
+  std::vector<int64_t> room_;   // rows that each may have in this layout
   AuxData arrays_;
   bool has_segments_ = false;  // in this step
 };

@@ -65,10 +65,6 @@ TEST_CASE("forward plan: the arrays of a step become those of the next") {
   REQUIRE_EQ(ids, (Ints{0, 5, 1, 2, 3, 4}));
   REQUIRE_EQ(lengths, (Ints{1, 3, 2}));
   REQUIRE_EQ(slots, (Ints{20, 10, 17}));
-  Ints new_rows{-1}, new_page_ids{-1};
-  arrays.FillNewPages(new_rows.data(), new_page_ids.data());
-  REQUIRE_EQ(new_rows, (Ints{0}));
-  REQUIRE_EQ(new_page_ids, (Ints{5}));
   REQUIRE_EQ(arrays.NumPages(0, PageRange::kWithStep), 6);
   REQUIRE_EQ(arrays.NumPages(0, PageRange::kPast), 5);
   batch.plan.Commit();

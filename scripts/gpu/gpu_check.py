@@ -29,7 +29,7 @@ from gpu_check_configs import NAMES, RECURRENT
 
 HERE = Path(__file__).resolve().parent
 TIMINGS = (
-    *("decode", "rope_append", "begin_forward", "continued_steps", "prefill", "few_rows"),
+    *("decode", "rope_append", "begin_forward", "prefill", "few_rows"),
     *("graphs", "mla", "shared_prefix"),
 )
 SECTIONS = ("limits", *(f"caches {name}" for name in (*NAMES, RECURRENT)), *TIMINGS)

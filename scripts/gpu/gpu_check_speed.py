@@ -15,7 +15,6 @@ import tvm_ffi
 from gpu_check_batches import Batch, Shape
 from gpu_check_clock import Clock
 from gpu_check_configs import CODED
-from gpu_check_steps import step_times
 
 import tvm_pagedkv as pkv
 
@@ -34,11 +33,9 @@ class Sizes:
     prefill: int = 8192
     few: int = 8
     step_context: int = 1024
-    step_batches: tuple[int, ...] = (64, 1024, 4096)
-    step_pages: int = 244  # of each sequence
 
 
-TINY = Sizes((2,), 40, 5, 33, 3, 16, (2,), 3)
+TINY = Sizes((2,), 40, 5, 33, 3, 16)
 
 
 @dataclasses.dataclass
@@ -297,14 +294,6 @@ class Speed:
         time = self.clock.time_alone(step, after)
         case = f"begin_forward and attention of a layer, {STEP_BATCH} x {size}"
         yield Record(case, "ours", time.median, time.minimum, time.n)
-
-    def continued_steps(self) -> Iterator[Record]:
-        """Time begin_forward of batches of all sizes, where a step continues the last one."""
-        sizes, bundle = self.sizes, self.bundles["float16"]
-        for case, peer, time in step_times(
-            bundle, self.device, self.clock, sizes.step_batches, sizes.step_pages
-        ):
-            yield Record(case, peer, time.median, time.minimum, time.n)
 
     def shared_prefix(self) -> Iterator[Record]:
         """A decode step of sequences over one prefix, read once or by each."""

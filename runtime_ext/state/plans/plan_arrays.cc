@@ -223,14 +223,6 @@ void PlanArrays::AdvanceLengthsAndSlots(int32_t group, int32_t* lengths, int32_t
   }
 }
 
-void PlanArrays::FillNewPages(int32_t* rows, int32_t* page_ids) const {
-  const std::vector<size_t>& crossings = plan_.advances_.crossings;
-  for (size_t k = 0; k < crossings.size(); ++k) {
-    *rows++ = static_cast<int32_t>(crossings[k]);
-    for (const GroupPages& group : groups_) *page_ids++ = group.acquired[k];
-  }
-}
-
 int64_t PlanArrays::NumStateSegments(int32_t state_group) const {
   int64_t count = 0;
   for (size_t i = 0; i < items_.size(); ++i) {

@@ -69,11 +69,6 @@ class PlanArrays {
   /*! \brief Page ids move up behind sequences that begin a page; there must be room. */
   void AdvancePageTable(int32_t group, int32_t* page_indptr, int32_t* page_ids) const;
   void AdvanceLengthsAndSlots(int32_t group, int32_t* lengths, int32_t* slots) const;
-  /*!
-   * \brief Sequences that begin a page, [NumNewPages], and the pages of all groups that they begin,
-   * [NumNewPages, groups].
-   */
-  void FillNewPages(int32_t* rows, int32_t* page_ids) const;
   /*! \brief Sequences that begin a page, which is how many page ids each group has in addition. */
   int64_t NumNewPages() const { return static_cast<int64_t>(plan_.advances_.crossings.size()); }
 

@@ -10,11 +10,10 @@
  *
  *     same   the same sequences in each step
  *     churn  between two steps one sequence in a hundred is replaced by a new one with its context
- *     full   the cache changes between steps (a pop of no rows), so each step is planned anew
  *
  * With `tokens`, the tokens of all rows are recorded, and recording those of a step is timed too.
  * With `cold`, other memory is read before each call, as a model does it.
- * Use: bench_begin_forward [batch = 64] [context = 2048] [page_size = 16] [same | churn | full]
+ * Use: bench_begin_forward [batch = 64] [context = 2048] [page_size = 16] [same | churn]
  *   [tokens] [cold]
  */
 #include <tvm/ffi/container/array.h>
@@ -160,7 +159,6 @@ class Bench {
 
   /*! \brief What happens to the cache before a step. */
   void Change(int64_t step) {
-    if (options_.change == "full") pop_(cache_, ids_[0], 0);
     if (options_.change != "churn") return;
     const int64_t count = std::max<int64_t>(options_.batch / 100, 1);
     for (int64_t i = 0; i < count; ++i) {
@@ -185,7 +183,6 @@ class Bench {
   ffi::Any cache_;
   ffi::Function add_ = Get("vm.builtin.kv_state_add_sequence");
   ffi::Function remove_ = Get("vm.builtin.kv_state_remove_sequence");
-  ffi::Function pop_ = Get("vm.builtin.kv_state_popn");
   ffi::Function begin_ = Get("vm.builtin.kv_state_begin_forward");
   ffi::Function end_ = Get("vm.builtin.kv_state_end_forward");
   ffi::Function attention_ = Get("vm.builtin.attention_kv_cache_attention_with_fused_qkv");

@@ -120,7 +120,7 @@ void AuxData::NextStage() {
   stage_->is_uploaded = false;
 }
 
-void AuxData::Layout(const std::vector<int64_t>& sizes, const std::vector<int64_t>& room) {
+void AuxData::Layout(const std::vector<int64_t>& sizes) {
   if (stage_->is_uploaded) NextStage();
   std::vector<Array>& arrays = stage_->arrays;
   std::vector<Buffer>& buffers = stage_->buffers;
@@ -128,7 +128,7 @@ void AuxData::Layout(const std::vector<int64_t>& sizes, const std::vector<int64_
   for (size_t i = 0; i < arrays.size(); ++i) {
     Buffer& buffer = buffers[arrays[i].buffer];
     arrays[i].offset = buffer.size;
-    buffer.size += RoundUp(room[i] * arrays[i].row_size) + kRedZone;
+    buffer.size += RoundUp(sizes[i] * arrays[i].row_size) + kRedZone;
   }
   for (Buffer& buffer : buffers) {
     // The first buffer has an address for those that have always been empty.
@@ -136,17 +136,12 @@ void AuxData::Layout(const std::vector<int64_t>& sizes, const std::vector<int64_
     if (buffer.capacity > 0) Forbid(buffer.host.data_ptr(), buffer.capacity * sizeof(int32_t));
   }
   for (size_t i = 0; i < arrays.size(); ++i) {
-    const Buffer& buffer = stage_->buffer_of(arrays[i]);
-    arrays[i].host = static_cast<int32_t*>(buffer.host.data_ptr()) + arrays[i].offset;
-    Resize(i, sizes[i]);
+    Array& array = arrays[i];
+    const Buffer& buffer = stage_->buffer_of(array);
+    array.host = static_cast<int32_t*>(buffer.host.data_ptr()) + array.offset;
+    array.view.Set(buffer.device, array.offset * static_cast<int64_t>(sizeof(int32_t)), sizes[i]);
+    Allow(array.host, sizes[i] * array.row_size * sizeof(int32_t));
   }
-}
-
-void AuxData::Resize(size_t i, int64_t size) {
-  Array& array = stage_->arrays[i];
-  array.view.Set(stage_->buffer_of(array).device,
-                 array.offset * static_cast<int64_t>(sizeof(int32_t)), size);
-  Allow(array.host, size * array.row_size * sizeof(int32_t));
 }
 
 ffi::Tensor AuxData::Matrix(size_t i, int64_t num_rows, int64_t num_columns) const {

@@ -48,12 +48,7 @@ class AuxData {
   void AddArrays(size_t count, const std::vector<std::vector<int64_t>>& row_shapes = {});
 
   /*! \brief Lays out the arrays of the next step; their content is undefined until written. */
-  void Layout(const std::vector<int64_t>& sizes) { Layout(sizes, sizes); }
-  /*! \param room Rows that array `i` may have without a new layout. On a GPU they are copied too.
-   */
-  void Layout(const std::vector<int64_t>& sizes, const std::vector<int64_t>& room);
-  /*! \brief Changes the number of rows of array `i`, for which it has room. Its content stays. */
-  void Resize(size_t i, int64_t size);
+  void Layout(const std::vector<int64_t>& sizes);
   /*! \brief The memory where the host writes array `i`. */
   int32_t* host(size_t i) { return stage_->arrays[i].host; }
   /*!

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file step_arrays_copy.h
- * \brief All arrays of a step, written by a plan or moved forward by it.
+ * \brief All arrays of a step, in memory of their sizes.
  */
 #ifndef TVM_PAGEDKV_FUZZ_STEP_ARRAYS_COPY_H_
 #define TVM_PAGEDKV_FUZZ_STEP_ARRAYS_COPY_H_
@@ -21,30 +21,6 @@ class StepArraysCopy {
 
   /*! \brief Between Acquire and Commit. */
   void Fill(const ForwardPlan& plan, int32_t num_groups) {
-    plan.is_advanced() ? Advance(plan, num_groups) : Write(plan, num_groups);
-  }
-  /*! \brief After Commit: the page tables without the rows of the step. */
-  void FillPast(const ForwardPlan& plan, int32_t num_groups) {
-    const PlanArrays arrays(plan);
-    for (int32_t g = 0; g < num_groups; ++g) {
-      Group& group = groups_[g];
-      group.past_indptr.resize(plan.num_sequences() + 1);
-      arrays.FillPageIndptr(g, PageRange::kPast, group.past_indptr.data());
-      group.past_ids.resize(arrays.NumPages(g, PageRange::kPast));
-      arrays.FillPageIds(g, PageRange::kPast, group.past_ids.data());
-    }
-  }
-  const Ints& slots(int32_t group) const { return groups_[group].slots; }
-  bool operator==(const StepArraysCopy& other) const { return All() == other.All(); }
-
- private:
-  struct Group {
-    Ints page_indptr, page_ids, lengths, first_positions, slots;
-    Ints past_indptr, past_ids;
-    Ints segment_indptr, segment_ids, segment_positions, segment_row_indptr, segment_rows;
-  };
-
-  void Write(const ForwardPlan& plan, int32_t num_groups) {
     const PlanArrays arrays(plan);
     const int64_t batch = plan.num_sequences(), num_rows = plan.num_rows();
     query_indptr_.resize(batch + 1);
@@ -77,6 +53,25 @@ class StepArraysCopy {
       WriteSegments(plan, g);
     }
   }
+  /*! \brief After Commit: the page tables without the rows of the step. */
+  void FillPast(const ForwardPlan& plan, int32_t num_groups) {
+    const PlanArrays arrays(plan);
+    for (int32_t g = 0; g < num_groups; ++g) {
+      Group& group = groups_[g];
+      group.past_indptr.resize(plan.num_sequences() + 1);
+      arrays.FillPageIndptr(g, PageRange::kPast, group.past_indptr.data());
+      group.past_ids.resize(arrays.NumPages(g, PageRange::kPast));
+      arrays.FillPageIds(g, PageRange::kPast, group.past_ids.data());
+    }
+  }
+  const Ints& slots(int32_t group) const { return groups_[group].slots; }
+
+ private:
+  struct Group {
+    Ints page_indptr, page_ids, lengths, first_positions, slots;
+    Ints past_indptr, past_ids;
+    Ints segment_indptr, segment_ids, segment_positions, segment_row_indptr, segment_rows;
+  };
 
   void WriteSegments(const ForwardPlan& plan, int32_t g) {
     const PlanArrays arrays(plan);
@@ -92,28 +87,6 @@ class StepArraysCopy {
     arrays.FillSegmentRowIndptr(g, group.segment_row_indptr.data());
     group.segment_rows.resize(arrays.NumSegmentRows(g));
     arrays.FillSegmentRows(g, group.segment_rows.data());
-  }
-
-  void Advance(const ForwardPlan& plan, int32_t num_groups) {
-    const PlanArrays arrays(plan);
-    arrays.AdvancePositions(query_positions_.data(), past_lengths_.data());
-    for (int32_t g = 0; g < num_groups; ++g) {
-      Group& group = groups_[g];
-      group.page_ids.resize(group.page_ids.size() + arrays.NumNewPages());
-      arrays.AdvancePageTable(g, group.page_indptr.data(), group.page_ids.data());
-      arrays.AdvanceLengthsAndSlots(g, group.lengths.data(), group.slots.data());
-    }
-  }
-
-  std::vector<Ints> All() const {
-    std::vector<Ints> all{query_indptr_, query_positions_, past_lengths_, tree_order_};
-    for (const Group& group : groups_) {
-      all.insert(all.end(), {group.page_indptr, group.page_ids, group.lengths,
-                             group.first_positions, group.slots, group.past_indptr, group.past_ids,
-                             group.segment_indptr, group.segment_ids, group.segment_positions,
-                             group.segment_row_indptr, group.segment_rows});
-    }
-    return all;
   }
 
   Ints query_indptr_, query_positions_, past_lengths_, tree_order_;

@@ -21,17 +21,15 @@
 #include "state/plans/forward_plan.h"
 #include "state/sequences/sequence_table.h"
 #include "step_arrays_copy.h"
-#include "table_state.h"
 
 namespace pagedkv {
 
 class SteppedTokens {
  public:
-  SteppedTokens(const Sizes& sizes, bool advances)
+  explicit SteppedTokens(const Sizes& sizes)
       : table_(kMaxSequences, sizes.page_size, sizes.num_pages, sizes.windows, sizes.state_groups,
                sizes.num_states),
         plan_(&table_, kChunk),
-        advances_(advances),
         pages_(&table_, sizes),
         states_(&table_, sizes) {
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
@@ -41,13 +39,8 @@ class SteppedTokens {
     }
   }
 
-  bool operator==(const SteppedTokens& other) const {
-    return StateOf(table_) == StateOf(other.table_) && arrays_ == other.arrays_;
-  }
-
  protected:
   static constexpr int64_t kMaxSequences = 6, kMaxId = 8, kChunk = 12;
-  static constexpr int64_t kMaxNewPages = 8;  // until the arrays of a batch are written anew
 
   int64_t LengthOf(int64_t id) const {
     auto it = expected_.find(id);
@@ -111,7 +104,7 @@ class SteppedTokens {
     const IntSpan all_ids{ids.data(), ids.size()}, all_lengths{lengths.data(), lengths.size()};
     if (has_trees) {
       plan_.Prepare(all_ids, all_lengths, IntSpan{parents->data(), parents->size()});
-    } else if (!advances_ || !plan_.Advance(all_ids, all_lengths)) {
+    } else {
       plan_.Prepare(all_ids, all_lengths);
     }
     plan_.Acquire();
@@ -123,7 +116,6 @@ class SteppedTokens {
     if (states_.is_used() && !is_left_out) found = states_.Scan(plan_, &pages_, last_token_ + 1);
     last_ids_ = ids;
     arrays_.Fill(plan_, table_.num_groups());
-    if (!plan_.is_advanced()) plan_.AllowAdvance(kMaxNewPages);
     plan_.Commit();
     arrays_.FillPast(plan_, table_.num_groups());
     if (!has_trees && bytes->Next() % 2) RecordStep(ids, lengths);
@@ -184,7 +176,6 @@ class SteppedTokens {
 
   SequenceTable table_;
   ForwardPlan plan_;
-  bool advances_;
   StepArraysCopy arrays_;               // of the last step
   std::vector<int64_t> last_ids_;       // of its sequences
   std::map<int64_t, Tokens> expected_;  // by sequence

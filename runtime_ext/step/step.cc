@@ -57,13 +57,11 @@ void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths, std::optional<Int
   phase_.RequireIdle("begin_forward");
   StreamOrder::Call on_stream(&stream_order_);
   StepPhase::Change change(&phase_);
-  if (tree_parents || spans || !plan_.Advance(sequence_ids, append_lengths)) {
-    plan_.Prepare(sequence_ids, append_lengths, tree_parents);
-    if (spans) plan_.PrepareSpans(*spans);
-    if (spans) RequireSpanKernels();
-    if (arrays_.counts_text()) plan_.RequireTextPositions();
-    if (plan_.needs_tree_mask()) RequireTreeKernels();
-  }
+  plan_.Prepare(sequence_ids, append_lengths, tree_parents);
+  if (spans) plan_.PrepareSpans(*spans);
+  if (spans) RequireSpanKernels();
+  if (arrays_.counts_text()) plan_.RequireTextPositions();
+  if (plan_.needs_tree_mask()) RequireTreeKernels();
   plan_.Acquire();
   try {
     copier_->Copy(plan_.copies());
@@ -73,7 +71,6 @@ void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths, std::optional<Int
     plan_.Release();
     throw;
   }
-  plan_.AllowAdvance(arrays_.NumPageIdsLeft());
   copier_->CountCommitted(plan_.copies().size());
   CountPagesRead();
   plan_.Commit();

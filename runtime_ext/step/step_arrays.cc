@@ -19,9 +19,7 @@ StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
       num_groups_(table.num_groups()),
       num_taps_(std::move(num_taps)),
       is_inline_(config.has_inline_rope),
-      is_host_(config.device.device_type == kDLCPU),
       sizes_(InitialSizes(config)),
-      room_(sizes_),
       arrays_(config.has_merged_aux, config.device, sizes_, counter, {{2}}) {
   static_assert(kTreeOrder == 0, "the shape of its rows is given for the first array");
 }
@@ -69,23 +67,12 @@ PageTable StepArrays::page_table(int32_t group) const {
 }
 
 void StepArrays::Fill() {
-  if (plan_.is_advanced()) return Advance();
   SetSizes();
   SetSegmentSizes();
-  SetRoom();
-  arrays_.Layout(sizes_, room_);
+  arrays_.Layout(sizes_);
   Write();
   if (has_segments_) WriteSegments();
   arrays_.Upload();
-}
-
-/*! \brief Page tables of a host may grow to what the cache has pages, for which there is memory. */
-void StepArrays::SetRoom() {
-  room_ = sizes_;
-  for (int32_t g = 0; g < num_groups_ && is_host_; ++g) {
-    const size_t i = Index(g, kPageIds);
-    room_[i] = std::max<int64_t>(sizes_[i], table_.pool(g).num_pages());
-  }
 }
 
 void StepArrays::SetSizes() {

@@ -42,15 +42,8 @@ class StepArrays {
   StepArrays(const CacheConfig& config, const SequenceTable& table, const ForwardPlan& plan,
              std::vector<int64_t> num_taps, const ByteCounter& counter);
 
-  /*!
-   * \brief Lays the arrays out for the plan's step, writes them and copies them to the device.
-   *
-   * Where the plan has advanced, the arrays of the last step are moved forward in place instead.
-   */
+  /*! \brief Lays the arrays out for the plan's step, writes them and copies them to the device. */
   void Fill();
-  /*! \brief Page ids that may be added to each group's page table without a new layout; -1 where
-   * arrays cannot be moved forward. */
-  int64_t NumPageIdsLeft() const;
 
   const ffi::Tensor& query_indptr() const { return common(kQueryIndptr); }        // [B + 1]
   const ffi::Tensor& query_positions() const { return common(kQueryPositions); }  // [T]
@@ -127,10 +120,6 @@ class StepArrays {
   const ffi::Tensor& view(int32_t group, GroupArray array) const {
     return arrays_.view(Index(group, array));
   }
-  // In step_arrays_advance.cc.
-  void Advance();
-
-  void SetRoom();
   void SetSizes();
   void SetSegmentSizes();
   void Write();
@@ -142,9 +131,7 @@ class StepArrays {
   int32_t num_groups_;
   std::vector<int64_t> num_taps_;  // [group]
   bool is_inline_;                 // whether a layer has RoPE mode "inline"
-  bool is_host_;
-  std::vector<int64_t> sizes_;  // rows of each array
-  std::vector<int64_t> room_;   // rows that each may have in this layout
+  std::vector<int64_t> sizes_;     // rows of each array
   AuxData arrays_;
   bool has_segments_ = false;  // in this step
 };

@@ -2,8 +2,7 @@
 """begin_forward and end_forward as a C++ program sees them.
 
 Builds runtime_ext/bench/bench_begin_forward.cc and runs it. As a program of its own it prints a
-table: the same sequences in each step; one in a hundred replaced before each; each step planned
-anew.
+table: the same sequences in each step; one in a hundred replaced before each.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     program = build(lambda line: print(line, file=sys.stderr))
     cpu = min(os.sched_getaffinity(0))
-    for change in ("same", "churn", "full"):
+    for change in ("same", "churn"):
         for batch in options.batches:
             words = [change, "cold"] if options.cold else [change]
             print(run(program, cpu, batch, options.context, 16, *words), end="", flush=True)

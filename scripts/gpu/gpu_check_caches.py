@@ -28,7 +28,7 @@ def check_forwards(kernels: Kernels, size: int, seed: int = 0) -> str:
     for seq_id in range(3):
         pair.add(seq_id)
     pair.step({0: size, 1: size // 2 + 1})
-    for _ in range(config.page_size + 1):  # steps that continue the last one
+    for _ in range(config.page_size + 1):  # over a boundary of pages
         pair.step({0: 1, 1: 1})
     pair.step({2: 5, 0: 1, 1: size // 3})
     pair.fork(0, 3, 3)

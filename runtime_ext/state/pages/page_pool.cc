@@ -50,7 +50,6 @@ void PagePool::Unallocate(int32_t page) {
 void PagePool::AddOwner(int32_t page) {
   const int32_t count = ++ref_counts_[page];
   if (count == 2) ++num_shared_;
-  num_sharing_changes_ += count > 1;
   if (count > 1) return;
   Uncache(page);
   num_held_and_kept_ += contents_[page].num_keepers > 0;
@@ -59,7 +58,6 @@ void PagePool::AddOwner(int32_t page) {
 bool PagePool::DropOwner(int32_t page) {
   const int32_t left = --ref_counts_[page];
   if (left == 1) --num_shared_;
-  num_sharing_changes_ += left > 0;
   if (left > 0) return false;
   num_held_and_kept_ -= contents_[page].num_keepers > 0;
   return true;

@@ -67,8 +67,6 @@ class PagePool {
   int32_t num_retained() const { return num_retained_; }
   /*! \brief The number of times that known content was overwritten or reclaimed. */
   int64_t num_reclaimed() const { return num_reclaimed_; }
-  /*! \brief The number of times that a page with several owners got or lost one. */
-  int64_t num_sharing_changes() const { return num_sharing_changes_; }
   int32_t RefCount(int32_t page) const { return ref_counts_[page]; }
   int32_t NumKeepers(int32_t page) const { return contents_[page].num_keepers; }
   /*! \brief Whether a running sequence may return to the page. */
@@ -176,7 +174,6 @@ class PagePool {
   int32_t num_cached_for_return_ = 0;
   int32_t num_retained_ = 0;
   int64_t num_reclaimed_ = 0;
-  int64_t num_sharing_changes_ = 0;
   PageObserver* observer_ = nullptr;
 };
 

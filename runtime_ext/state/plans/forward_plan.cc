@@ -30,8 +30,6 @@ ForwardPlan::ForwardPlan(SequenceTable* table, int64_t max_num_rows)
 
 void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths,
                           std::optional<IntSpan> tree_parents) {
-  advances_.are_possible = advances_.is_current = false;
-  advances_.num_page_ids = -1;
   tree_parents_ = tree_parents;
   has_spans_ = false;
   PrepareItems(sequence_ids, append_lengths);
@@ -39,7 +37,6 @@ void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths,
   for (int32_t g = 0; g < table_->num_groups(); ++g) CountPages(g);
   for (int32_t g = 0; g < table_->num_groups(); ++g) FindSharedPages(g);
   PrepareStates();
-  NoteBatch(sequence_ids);
 }
 
 void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
@@ -237,7 +234,6 @@ void ForwardPlan::FindSharedPages(int32_t group) {
 }
 
 void ForwardPlan::Acquire() {
-  if (is_advanced()) return AcquireForAdvance();
   // Reserve first: what follows cannot fail.
   size_t num_copies = 0;
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
@@ -278,7 +274,6 @@ void ForwardPlan::Acquire() {
 }
 
 void ForwardPlan::Release() noexcept {
-  if (is_advanced()) return ReleaseAdvance();
   for (StatePlan& states : states_) states.Release();
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     GroupPages& pages = groups_[g];
@@ -297,7 +292,6 @@ void ForwardPlan::Release() noexcept {
 }
 
 void ForwardPlan::Commit() noexcept {
-  if (is_advanced()) return CommitAdvance();
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const GroupPages& pages = groups_[g];
     PagePool& pool = table_->pool(g);
@@ -326,25 +320,15 @@ void ForwardPlan::Finish(bool is_written) noexcept {
   // A layer that was left out has not computed states, not even those of earlier positions.
   for (StatePlan& states : states_) is_written ? states.Finish() : states.Abort();
   copies_.clear();
-  const bool is_plain = is_advanced() && is_written && !has_tokens_ && !HasChanged();
-  if (!is_plain) FinishItems(is_written);
-  PermitAdvance();
-}
-
-void ForwardPlan::FinishItems(bool is_written) noexcept {
-  table_->Settle();
-  has_tokens_ = false;
   for (const Item& item : items_) {
     table_->FinishReceive(item.sequence);
     if (!is_written) table_->NoteUnwritten(item.sequence, item.past_length);
     table_->prefixes().AddPages(item.sequence);  // before the windows leave some behind
-    has_tokens_ = has_tokens_ || item.sequence->tokens != nullptr;
     table_->Slide(item.sequence);
   }
 }
 
 void ForwardPlan::Abort() noexcept {
-  if (is_advanced()) return AbortAdvance();
   for (StatePlan& states : states_) states.Abort();
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     GroupPages& pages = groups_[g];
@@ -358,10 +342,6 @@ void ForwardPlan::Abort() noexcept {
     table_->pins().OwnInPlaceOfPin(copy.group, copy.source);
   }
   copies_.clear();
-  AbortItems();
-}
-
-void ForwardPlan::AbortItems() noexcept {
   for (const Item& item : items_) {
     item.sequence->tree.Truncate(item.num_earlier_nodes);
     if (item.sequence->receive) item.sequence->receive->is_in_step = false;

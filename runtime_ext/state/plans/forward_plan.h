@@ -3,16 +3,12 @@
  * \file forward_plan.h
  * \brief The plan of one step: checks the batch and takes its pages. Its arrays: see plan_arrays.h.
  *
- *     Prepare   may throw, changes nothing; or Advance
+ *     Prepare   may throw, changes nothing
  *     Acquire   takes pages; then the caller copies pages and uploads arrays
  *     Commit    or Release when that failed
  *     Finish    or Abort at the end of the step
  *
  * A plan is kept from step to step. Once its vectors have grown, a step allocates no memory.
- *
- * Where the sequences of a decode step are those of the last one, and nothing has changed them in
- * between, Advance moves the plan forward instead: only sequences that begin a page are touched.
- * Arrays, pages and lengths are as Prepare would have them. In forward_plan_advance.cc.
  *
  * In groups that share prefixes, the page table of a sequence begins behind the pages that it
  * shares with others of the batch. Those are in segments: see shared_prefix.h.
@@ -41,7 +37,6 @@ class ForwardPlan {
 
   /*! \brief Lets later steps find segments of the group that save this many positions. */
   void SharePrefixes(int32_t group, int64_t min_saved_positions = kMinSavedPositions) {
-    advances_.are_possible = false;
     groups_[group].shares_prefixes = true;
     groups_[group].shared.set_min_saved_positions(min_saved_positions);
   }
@@ -61,18 +56,6 @@ class ForwardPlan {
    * \throws Error (ValueError); the step has no spans then.
    */
   void PrepareSpans(IntSpan spans);
-  /*!
-   * \brief Prepares the step by moving the last one forward by a row of each sequence.
-   * \return False where that is not possible. Then Prepare says what is wrong, if anything.
-   */
-  bool Advance(IntSpan sequence_ids, IntSpan append_lengths);
-  /*!
-   * \brief Lets the next step advance, for a caller that can move the arrays of this one forward.
-   * \param num_page_ids How many more page ids its arrays have room for, in each group.
-   */
-  void AllowAdvance(int64_t num_page_ids) { advances_.num_page_ids = num_page_ids; }
-  /*! \brief Whether this step was prepared by Advance. */
-  bool is_advanced() const { return advances_.is_current; }
   /*!
    * \brief Takes the pages that Prepare has counted and appends the tree nodes. May throw
    *   std::bad_alloc.
@@ -117,16 +100,9 @@ class ForwardPlan {
   bool is_decode() const { return num_rows_ == num_sequences(); }
   int64_t PastLength(int64_t i) const { return items_[i].past_length; }
   int64_t NumAppend(int64_t i) const { return items_[i].num_append; }
-  const Sequence& SequenceAt(int64_t i) const {
-    table_->Settle();
-    return *items_[i].sequence;
-  }
+  const Sequence& SequenceAt(int64_t i) const { return *items_[i].sequence; }
   /*! \brief A sequence whose tokens the caller records during the step. */
-  Sequence* SequenceToRecord(int64_t i) {
-    table_->Settle();
-    has_tokens_ = true;
-    return items_[i].sequence;
-  }
+  Sequence* SequenceToRecord(int64_t i) { return items_[i].sequence; }
   /*! \brief Whether the rows are tree nodes. */
   bool has_trees() const { return tree_parents_.has_value(); }
   /*! \brief Whether a tree branches, so that the causal mask is not enough. */
@@ -167,18 +143,6 @@ class ForwardPlan {
     SharedPrefix shared;
   };
 
-  /*! \brief What Advance needs to know of the last step. */
-  struct Advances {
-    bool are_possible = false;
-    bool is_current = false;    // the step was prepared by Advance
-    int64_t num_page_ids = -1;  // see AllowAdvance; -1: not allowed
-    std::vector<int64_t> ids;   // of the batch
-    int64_t max_length = 0;     // of a sequence
-    int64_t num_changes = 0;    // of the table, at the end of the last step that was planned anew
-    int64_t num_sharing_changes = 0;  // of all pools
-    std::vector<size_t> crossings;    // items that begin a page in this step
-  };
-
   /*! \brief The length in text positions, which have a slot each. */
   int64_t TextLength(const Item& item, PageRange range) const {
     const int64_t num_append = range == PageRange::kWithStep ? item.num_append : 0;
@@ -202,26 +166,12 @@ class ForwardPlan {
   bool WritesToKeptPage(int32_t group, size_t item) const;
   void CopyKeptLastPages(int32_t group);
   void FindSharedPages(int32_t group);
-  void FinishItems(bool is_written) noexcept;
-  void AbortItems() noexcept;
-
-  bool IsSameBatch(IntSpan sequence_ids, IntSpan append_lengths) const;
-  int64_t NumSharingChanges() const;
-  bool HasChanged() const;
-  void NoteBatch(IntSpan sequence_ids);
-  void PermitAdvance() noexcept;
-  void AcquireForAdvance();
-  void ReleaseAdvance() noexcept;
-  void CommitAdvance() noexcept;
-  void AbortAdvance() noexcept;
-
   SequenceTable* table_;
   int64_t max_num_rows_;
   int64_t num_rows_ = 0;
   int64_t max_append_ = 0;
   bool has_windows_ = false;
-  bool has_nodes_ = false;   // of earlier steps
-  bool has_tokens_ = false;  // whether tokens of some sequence may be recorded
+  bool has_nodes_ = false;  // of earlier steps
   uint64_t batch_mark_ = 0;
   int64_t num_removals_ = 0;  // of the table, when the items were sequences of it
   std::optional<IntSpan> tree_parents_;
@@ -233,7 +183,6 @@ class ForwardPlan {
   std::vector<GroupPages> groups_;
   std::vector<StatePlan> states_;  // [state group]
   std::vector<PageCopy> copies_;
-  Advances advances_;
 };
 
 }  // namespace pagedkv

@@ -6,18 +6,15 @@
 #include "state/plans/plan_arrays.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 namespace pagedkv {
 
 int64_t PlanArrays::NumPagesOf(int32_t group, size_t item, PageRange range) const {
   const int64_t num_shared = NumSharedPagesOf(group, item);
-  if (plan_.is_advanced() || range == PageRange::kPast) {
+  if (range == PageRange::kPast) {
     const Item& each = items_[item];
-    const int64_t num_append = range == PageRange::kPast ? 0 : each.num_append;
-    return table_.geometry().NumPages(*each.sequence, group, each.past_length + num_append) -
-           num_shared;
+    return table_.geometry().NumPages(*each.sequence, group, each.past_length) - num_shared;
   }
   const GroupPages& pages = groups_[group];
   return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item] - num_shared;
@@ -187,39 +184,6 @@ void PlanArrays::FillLastSlots(const int32_t* page_indptr, const int32_t* page_i
                                const int32_t* lengths, int32_t* out) const {
   for (size_t i = 0; i < items_.size(); ++i) {
     out[i] = page_ids[page_indptr[i + 1] - 1] * table_.page_size() + lengths[i] - 1;
-  }
-}
-
-void PlanArrays::AdvancePositions(int32_t* query_positions, int32_t* past_lengths) const {
-  for (size_t i = 0; i < items_.size(); ++i) {
-    query_positions[i] = past_lengths[i] = static_cast<int32_t>(items_[i].past_length);
-  }
-}
-
-void PlanArrays::AdvancePageTable(int32_t group, int32_t* page_indptr, int32_t* page_ids) const {
-  const std::vector<size_t>& crossings = plan_.advances_.crossings;
-  const std::vector<int32_t>& acquired = groups_[group].acquired;
-  // From the end on, so that nothing is overwritten before it has moved.
-  size_t last_row = items_.size();
-  int32_t end = page_indptr[last_row];
-  for (size_t k = crossings.size(); k-- > 0;) {
-    const size_t row = crossings[k] + 1;  // the rows up to last_row move behind k + 1 new pages
-    const int32_t begin = page_indptr[row];
-    std::memmove(page_ids + begin + k + 1, page_ids + begin, (end - begin) * sizeof(int32_t));
-    page_ids[begin + k] = acquired[k];
-    for (size_t i = row; i <= last_row; ++i) page_indptr[i] += static_cast<int32_t>(k + 1);
-    last_row = row - 1;
-    end = begin;
-  }
-}
-
-void PlanArrays::AdvanceLengthsAndSlots(int32_t group, int32_t* lengths, int32_t* slots) const {
-  for (size_t i = 0; i < items_.size(); ++i) ++lengths[i];
-  for (size_t i = 0; i < items_.size(); ++i) ++slots[i];
-  const int32_t* page = groups_[group].acquired.data();
-  for (size_t i : plan_.advances_.crossings) {
-    lengths[i] = 1;
-    slots[i] = *page++ * table_.page_size();
   }
 }
 

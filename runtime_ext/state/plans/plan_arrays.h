@@ -63,15 +63,6 @@ class PlanArrays {
   void FillLastSlots(const int32_t* page_indptr, const int32_t* page_ids, const int32_t* lengths,
                      int32_t* out) const;
 
-  // Of a step that ForwardPlan::Advance has prepared: arrays of the last step become those of this
-  // one. The arrays that are not named here stay as they are.
-  void AdvancePositions(int32_t* query_positions, int32_t* past_lengths) const;
-  /*! \brief Page ids move up behind sequences that begin a page; there must be room. */
-  void AdvancePageTable(int32_t group, int32_t* page_indptr, int32_t* page_ids) const;
-  void AdvanceLengthsAndSlots(int32_t group, int32_t* lengths, int32_t* slots) const;
-  /*! \brief Sequences that begin a page, which is how many page ids each group has in addition. */
-  int64_t NumNewPages() const { return static_cast<int64_t>(plan_.advances_.crossings.size()); }
-
   // Arrays of the group's S segments.
   int64_t NumSegmentPages(int32_t group) const;
   int64_t NumSegmentRows(int32_t group) const;

@@ -47,20 +47,12 @@ SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
   spare_.reserve(std::min(max_num_sequences, kMaxSpare));
 }
 
-void SequenceTable::SettleGrowth() const noexcept {
-  for (Sequence* sequence : growing_) sequence->length += num_deferred_;
-  num_deferred_ = 0;
-}
-
 Sequence* SequenceTable::Find(int64_t id) {
-  Settle();
-  ++num_changes_;
   auto it = sequences_.find(id);
   return it == sequences_.end() ? nullptr : &it->second;
 }
 
 const Sequence& SequenceTable::Peek(int64_t id) const {
-  Settle();
   auto it = sequences_.find(id);
   if (it == sequences_.end()) Raise(kKeyError, "no sequence ", id, " in the cache");
   return it->second;
@@ -79,13 +71,10 @@ const Sequence& SequenceTable::At(int64_t id) const {
 }
 
 Sequence& SequenceTable::At(int64_t id) {
-  ++num_changes_;
   return const_cast<Sequence&>(static_cast<const SequenceTable*>(this)->At(id));
 }
 
 Sequence& SequenceTable::Use(Sequence* sequence) {
-  Settle();
-  ++num_changes_;
   RequireArrived(*sequence);
   return *sequence;
 }
@@ -155,7 +144,6 @@ void SequenceTable::Remove(int64_t id) {
 }
 
 void SequenceTable::RemoveOne(int64_t id) {
-  Settle();
   Sequence& sequence = sequences_.at(id);
   FinishReceive(&sequence);
   prefixes_.Finish(&sequence);
@@ -170,7 +158,6 @@ void SequenceTable::RemoveOne(int64_t id) {
 }
 
 void SequenceTable::Recycle(int64_t id) noexcept {
-  ++num_changes_;
   ++num_removals_;
   Sequences::node_type node = sequences_.extract(id);
   if (spare_.size() == spare_.capacity()) return;
@@ -327,8 +314,6 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
 }
 
 void SequenceTable::Clear() {
-  Settle();
-  ++num_changes_;
   ++num_removals_;
   prefixes_.hints().Clear();
   for (auto& [id, sequence] : sequences_) {

@@ -58,10 +58,7 @@ class SequenceTable {
   /*! \brief The pool of a layer group, or with PageGeometry::StatePool of a state group. */
   PagePool& pool(int32_t group) { return pools_[group]; }
   const PagePool& pool(int32_t group) const { return pools_[group]; }
-  const std::unordered_map<int64_t, Sequence>& sequences() const {
-    Settle();
-    return sequences_;
-  }
+  const std::unordered_map<int64_t, Sequence>& sequences() const { return sequences_; }
   const RecurrentStates& states() const { return states_; }
   PagePins& pins() { return pins_; }
   const PagePins& pins() const { return pins_; }
@@ -147,23 +144,6 @@ class SequenceTable {
     total_length_ += count;
   }
 
-  // A step whose batch is that of the last one touches only sequences that begin a page. The others
-  // become longer when somebody looks at them: all calls that give access to a sequence settle.
-  /*! \brief Whether sequences are to become longer when somebody looks at them. */
-  bool is_growing() const { return num_deferred_ > 0; }
-  /*! \brief The sequences that GrowEach means; to be set where is_growing() is false. */
-  std::vector<Sequence*>& growing() { return growing_; }
-  /*! \brief Makes each of growing() a row longer. */
-  void GrowEach() noexcept {
-    ++num_deferred_;
-    total_length_ += static_cast<int64_t>(growing_.size());
-  }
-  /*! \brief Gives the sequences the lengths that they have. */
-  void Settle() const noexcept {
-    if (num_deferred_ > 0) SettleGrowth();
-  }
-  /*! \brief Grows whenever somebody may have changed a sequence, other than by GrowEach. */
-  int64_t num_changes() const { return num_changes_; }
   /*! \brief Pointers to sequences are valid as long as this number stays the same. */
   int64_t num_removals() const { return num_removals_; }
 
@@ -192,7 +172,6 @@ class SequenceTable {
     return pools_[group].num_pages() < capacity_pages_ ? Keeper::kLookup : Keeper::kReturn;
   }
   void RequireArrived(const Sequence& sequence) const;
-  void SettleGrowth() const noexcept;
   void RemoveOne(int64_t id);
   /*! \brief Keeps the allocations of a removed sequence for the next new one. */
   void Recycle(int64_t id) noexcept;
@@ -215,9 +194,6 @@ class SequenceTable {
   using Sequences = std::unordered_map<int64_t, Sequence>;
   Sequences sequences_;
   std::vector<Sequences::node_type> spare_;
-  std::vector<Sequence*> growing_;
-  mutable int64_t num_deferred_ = 0;  // rows that each of them has beyond its length
-  int64_t num_changes_ = 0;
   int64_t num_removals_ = 0;
 };
 

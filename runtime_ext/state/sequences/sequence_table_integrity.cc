@@ -67,7 +67,6 @@ void SequenceTable::CheckHistory(const Sequence& sequence, int32_t group,
 }
 
 void SequenceTable::CheckIntegrity(bool has_slid) const {
-  Settle();
   int64_t total_length = 0;
   for (const auto& [id, sequence] : sequences_) {
     total_length += sequence.length;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps that continue the last one give what steps that are planned anew give."""
+"""Decode steps of the same sequences, over boundaries of pages, with changes in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ...support.emulators.python_kernels import make_cache, shuffle, snapshot
 
 @pytest.mark.parametrize("aux_manager", ["merged", "plain"])
 def test_the_same_sequences_step_again(aux_manager):
-    """Steps continue the last one, over boundaries of pages, until something changes in between."""
     cache = make_cache(page_size=4, max_total_tokens=256, aux_manager=aux_manager)
     pair = PlainPair(cache)
     shuffle(cache, 5)
@@ -48,7 +47,7 @@ def test_the_same_sequences_step_again(aux_manager):
     pair.check_rows()
 
 
-def test_a_step_that_continues_the_last_one_is_aborted():
+def test_a_repeated_step_is_aborted():
     cache = make_cache(page_size=4)
     pair = PlainPair(cache)
     pair.add(0, 1)

@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "attention/attention_backend.h"
+#include "attention/backends/attention_backend.h"
 #include "attention/index_choice.h"
 #include "attention/listed_attention.h"
 #include "attention/mla_attention.h"

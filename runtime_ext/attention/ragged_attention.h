@@ -7,7 +7,7 @@
 #define TVM_PAGEDKV_ATTENTION_RAGGED_ATTENTION_H_
 
 #include "attention/attention_call.h"
-#include "attention/flashinfer.h"
+#include "attention/backends/flashinfer.h"
 #include "step/step.h"
 
 namespace pagedkv {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file bench_prefix.cc
- * \brief Times of the prefix index: looking a prompt up, adding one, and finding nothing.
+ * \brief Times of the prefix cache: looking a prompt up, adding one, and finding nothing.
  *
  * The tree has prompts of random length that share random beginnings, as many as fill the pool.
  * Use: bench_prefix [num_pages = 1048576] [prompt = 8192] [page_size = 16]
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "state/plans/forward_plan.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 namespace {
 

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "checkpoint/page_groups.h"
-#include "state/sequences/sequence_imports.h"
+#include "state/table/sequence_imports.h"
 #include "step/step.h"
 
 namespace pagedkv {

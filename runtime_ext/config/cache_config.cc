@@ -17,7 +17,7 @@
 #include "config/layer_kernels.h"
 #include "device/device_memory.h"
 #include "device/device_stream.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv {
 

@@ -19,8 +19,8 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       copier_(storage_),
       step_(storage_, &table_, &copier_),
       sequences_(storage_, &table_, step_.phase()),
-      prefix_tiers_(&step_, &table_, &guard_, page_groups_.layout().Text()),
-      prefixes_(&step_, &table_, &prefix_tiers_),
+      lower_tiers_(&step_, &table_, &guard_, page_groups_.layout().Text()),
+      prefix_calls_(&step_, &table_, &lower_tiers_),
       tree_commit_(&step_, &table_, &copier_),
       attention_(&step_),
       recurrence_(&step_),
@@ -29,7 +29,7 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       receiver_(&step_, &table_, &copier_),
       sender_(&step_, &table_),
       debug_kv_(&step_, &table_, &copier_),
-      inspector_({&step_, &table_, copier_, tree_commit_, page_groups_, sender_, prefix_tiers_}) {}
+      inspector_({&step_, &table_, copier_, tree_commit_, page_groups_, sender_, lower_tiers_}) {}
 
 void PagedKVCacheObj::BeginForward(IntSpan sequence_ids, IntSpan append_lengths,
                                    std::optional<IntSpan> tree_parents) {

@@ -26,9 +26,9 @@
 #include "config/cache_config.h"
 #include "inspect/debug_kv.h"
 #include "inspect/inspector.h"
-#include "state/sequences/sequence_table.h"
-#include "step/prefix_tiers.h"
-#include "step/prefixes.h"
+#include "prefixes/lower_tiers.h"
+#include "prefixes/prefix_calls.h"
+#include "state/table/sequence_table.h"
 #include "step/sequences.h"
 #include "step/step.h"
 #include "step/tree_commit.h"
@@ -55,7 +55,7 @@ class PagedKVCacheObj : public ffi::Object {
     const Leaving leaving{&guard_};
     if (guard_.is_outermost()) {
       deferred_calls_.RunAll();
-      prefixes_.ExpireHints();
+      prefix_calls_.ExpireHints();
     }
     return call();
   }
@@ -89,7 +89,7 @@ class PagedKVCacheObj : public ffi::Object {
     if constexpr (std::is_same_v<Part, PagedKVCacheObj>) {
       return this;
     } else {
-      return &std::get<Part&>(std::tie(storage_, step_, sequences_, prefix_tiers_, prefixes_,
+      return &std::get<Part&>(std::tie(storage_, step_, sequences_, lower_tiers_, prefix_calls_,
                                        tree_commit_, attention_, recurrence_, checkpoint_writer_,
                                        checkpoint_reader_, receiver_, sender_, debug_kv_,
                                        inspector_));
@@ -116,8 +116,8 @@ class PagedKVCacheObj : public ffi::Object {
   PageCopier copier_;
   Step step_;
   Sequences sequences_;
-  PrefixTiers prefix_tiers_;
-  Prefixes prefixes_;
+  LowerTiers lower_tiers_;
+  PrefixCalls prefix_calls_;
   TreeCommit tree_commit_;
   Attention attention_;
   Recurrence recurrence_;

@@ -34,11 +34,11 @@ ffi::Function ToFunction(CacheMethod method) {
 ffi::Function ToFunction(TierMethod method) {
   return ffi::Function::FromPacked([method](ffi::PackedArgs args, ffi::Any* result) {
     CheckCount(args, method.num_args, 0);
-    const PrefixTier tier = TakeArgument<PrefixTier>(args, 0);
-    if (!tier.defined()) throw ffi::Error(kTypeError, "the tier must be no None", "");
+    const HostMemoryRef memory = TakeArgument<HostMemoryRef>(args, 0);
+    if (!memory.defined()) throw ffi::Error(kTypeError, "the host memory must not be None", "");
     Translate([&] {
-      tier->process().Require("prefix cache");
-      method.call(*tier.get(), args, result);
+      memory->process().Require("prefix cache");
+      method.call(*memory.get(), args, result);
     });
   });
 }

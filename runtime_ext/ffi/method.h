@@ -23,7 +23,7 @@
 #include "base/error.h"
 #include "ffi/arguments.h"
 #include "ffi/cache_object.h"
-#include "tiers/prefix_tier.h"
+#include "prefixes/host_memory_object.h"
 
 namespace pagedkv {
 
@@ -90,7 +90,7 @@ template <typename Part, typename R, typename... Args>
 MethodType<Part, R, Args...> TypeOf(R (Part::*)(Args...) const);
 
 using CacheCall = void (*)(PagedKVCacheObj&, const ffi::PackedArgs&, ffi::Any*);
-using TierCall = void (*)(PrefixTierObj&, const ffi::PackedArgs&, ffi::Any*);
+using TierCall = void (*)(HostMemoryObj&, const ffi::PackedArgs&, ffi::Any*);
 
 /*! \brief A method as data, so that tables of them need no code. */
 struct CacheMethod {

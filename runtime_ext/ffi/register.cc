@@ -108,24 +108,24 @@ constexpr CacheName kOwnNames[] = {
     {"is_in_forward", Method<&Step::IsInForward>()},
     {"total_length", Method<&Sequences::TotalLength>()},
     {"check_pop", Method<&Sequences::CheckPop>()},
-    {"prefix_match", Method<&Prefixes::Match>()},
-    {"prefix_add", Method<&Prefixes::Add>()},
-    {"prefix_add_within", Method<&Prefixes::AddWithin>()},
-    {"prefix_prefetch", Method<&Prefixes::Prefetch>()},
-    {"prefix_locate", Method<&Prefixes::Locate>()},
-    {"prefix_open", Method<&PrefixTiers::Open>()},
-    {"prefix_tier", Method<&PrefixTiers::Get>()},
-    {"prefix_flush", Method<&PrefixTiers::Flush>()},
-    {"prefix_clear", Method<&PrefixTiers::ForgetTexts>()},
-    {"prefix_retain", Method<&Prefixes::Retain>()},
-    {"prefix_pin", Method<&Prefixes::Pin>()},
-    {"prefix_release", Method<&Prefixes::Release>()},
-    {"prefix_demote", Method<&Prefixes::Demote>()},
-    {"prefix_load", Method<&Prefixes::Load>()},
-    {"prefix_advance_clock", Method<&Prefixes::AdvanceClock>()},
-    {"prefix_record", Method<&Prefixes::Record>()},
-    {"prefix_record_step", Method<&Prefixes::RecordStep>()},
-    {"prefix_length", Method<&Prefixes::NumRecorded>()},
+    {"prefix_match", Method<&PrefixCalls::Match>()},
+    {"prefix_add", Method<&PrefixCalls::Add>()},
+    {"prefix_add_within", Method<&PrefixCalls::AddWithin>()},
+    {"prefix_prefetch", Method<&PrefixCalls::Prefetch>()},
+    {"prefix_locate", Method<&PrefixCalls::Locate>()},
+    {"prefix_open", Method<&LowerTiers::Open>()},
+    {"prefix_tier", Method<&LowerTiers::Get>()},
+    {"prefix_flush", Method<&LowerTiers::Flush>()},
+    {"prefix_clear", Method<&LowerTiers::ForgetTexts>()},
+    {"prefix_retain", Method<&PrefixCalls::Retain>()},
+    {"prefix_pin", Method<&PrefixCalls::Pin>()},
+    {"prefix_release", Method<&PrefixCalls::Release>()},
+    {"prefix_demote", Method<&PrefixCalls::Demote>()},
+    {"prefix_load", Method<&PrefixCalls::Load>()},
+    {"prefix_advance_clock", Method<&PrefixCalls::AdvanceClock>()},
+    {"prefix_record", Method<&PrefixCalls::Record>()},
+    {"prefix_record_step", Method<&PrefixCalls::RecordStep>()},
+    {"prefix_length", Method<&PrefixCalls::NumRecorded>()},
     {"index_top_k", Method<&Attention::ChooseTopK>()},
     {"index_top_blocks", Method<&Attention::ChooseTopBlocks>()},
     {"stats", Method<&Inspector::Stats>()},
@@ -173,12 +173,12 @@ struct TierName {
 
 /*! \brief Functions of a tier, without "pagedkv.". */
 constexpr TierName kTierNames[] = {
-    {"tier_next_job", MethodOfTier<&PrefixTierObj::NextJob>()},
-    {"tier_finish_job", MethodOfTier<&PrefixTierObj::FinishJob>()},
-    {"tier_wait", MethodOfTier<&PrefixTierObj::Wait>()},
-    {"tier_flush", MethodOfTier<&PrefixTierObj::Flush>()},
-    {"tier_close", MethodOfTier<&PrefixTierObj::Close>()},
-    {"tier_memory", MethodOfTier<&PrefixTierObj::MemoryRange>()},
+    {"tier_next_job", MethodOfTier<&HostMemoryObj::NextJob>()},
+    {"tier_finish_job", MethodOfTier<&HostMemoryObj::FinishJob>()},
+    {"tier_wait", MethodOfTier<&HostMemoryObj::Wait>()},
+    {"tier_flush", MethodOfTier<&HostMemoryObj::Flush>()},
+    {"tier_close", MethodOfTier<&HostMemoryObj::Close>()},
+    {"tier_memory", MethodOfTier<&HostMemoryObj::MemoryRange>()},
 };
 
 void OverrideStockNames() {
@@ -326,7 +326,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     NotRegistered() = RuntimeMismatch();
     if (!NotRegistered().empty()) return DefineRefusals(NotRegistered());
     tvm::ffi::reflection::ObjectDef<PagedKVCacheObj>();
-    tvm::ffi::reflection::ObjectDef<PrefixTierObj>();
+    tvm::ffi::reflection::ObjectDef<HostMemoryObj>();
     OverrideStockNames();
     DefineOwnNames();
     RegisterRNNState();

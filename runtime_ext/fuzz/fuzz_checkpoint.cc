@@ -19,7 +19,7 @@
 #include "checkpoint/checkpoint_metadata.h"
 #include "operation_count.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/sequence_imports.h"
+#include "state/table/sequence_imports.h"
 
 namespace pagedkv {
 

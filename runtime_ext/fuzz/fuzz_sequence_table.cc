@@ -21,8 +21,8 @@
 #include "expected_tokens.h"
 #include "operation_count.h"
 #include "state/plans/commit_plan.h"
-#include "state/sequences/copy_on_write.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/copy_on_write.h"
+#include "state/table/sequence_table.h"
 #include "stepped_tokens.h"
 #include "table_state.h"
 
@@ -210,7 +210,7 @@ class World : public SteppedTokens {
 
   /*! \brief Gives or ends a hint, or lets time pass. */
   void Hint(Bytes* bytes) {
-    PrefixHints& hints = table_.prefixes().hints();
+    EvictionHints& hints = table_.prefixes().hints();
     const int64_t what = bytes->Between(0, 7), number = bytes->Around(0, 100);
     if (what == 0) {
       hints.Release(number);
@@ -219,7 +219,7 @@ class World : public SteppedTokens {
     } else if (!texts_.empty()) {
       const std::vector<int32_t> tokens = DrawText(bytes);
       const TokenSpan text{tokens.data(), static_cast<int64_t>(tokens.size())};
-      const int64_t expiry = bytes->Next() % 2 ? now_ + 1 + bytes->Next() : PrefixHints::kNever;
+      const int64_t expiry = bytes->Next() % 2 ? now_ + 1 + bytes->Next() : EvictionHints::kNever;
       if (what == 2) {
         FUZZ_CHECK(table_.prefixes().Demote("", text, bytes->Next() % 2) >= 0);
       } else if (what < 5) {

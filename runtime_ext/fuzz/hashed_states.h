@@ -16,7 +16,7 @@
 
 #include "paged_tokens.h"
 #include "state/plans/plan_arrays.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv {
 

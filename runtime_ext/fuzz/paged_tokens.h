@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "expected_tokens.h"
-#include "state/sequences/copy_on_write.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/copy_on_write.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv {
 

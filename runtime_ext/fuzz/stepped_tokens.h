@@ -19,7 +19,7 @@
 #include "hashed_states.h"
 #include "paged_tokens.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 #include "step_arrays_copy.h"
 
 namespace pagedkv {

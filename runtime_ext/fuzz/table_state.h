@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv {
 
@@ -37,7 +37,7 @@ inline TableState StateOf(const SequenceTable& table) {
       state.emplace_back(states.pages.begin(), states.pages.end());
     }
   }
-  const PrefixHints& hints = table.prefixes().hints();
+  const EvictionHints& hints = table.prefixes().hints();
   state.push_back({hints.num_hints(), hints.num_pins(), hints.next_expiry()});
   for (int32_t g = 0; g < table.geometry().num_pools(); ++g) {
     const std::vector<int32_t>& free = table.pool(g).free_pages();

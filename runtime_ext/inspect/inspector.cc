@@ -90,13 +90,13 @@ StringMap Inspector::Stats() const {
   stats.Set("total_tokens", table_->total_length());
   stats.Set("num_windowed_sequences", num_windows);
   stats.Set("num_dropped_tokens", num_dropped);
-  const PrefixIndex& prefixes = table_->prefixes();
+  const PrefixCache& prefixes = table_->prefixes();
   stats.Set("num_prefix_lookups", prefixes.counts().lookups);
   stats.Set("num_prefix_hits", prefixes.counts().hits);
   stats.Set("num_looked_up_tokens", prefixes.counts().tokens);
   stats.Set("num_reused_tokens", prefixes.counts().reused_tokens);
   stats.Set("num_findable_tokens", prefixes.tree().num_tokens());
-  const StringMap tiers = parts_.prefix_tiers.Stats();
+  const StringMap tiers = parts_.lower_tiers.Stats();
   if (!tiers.empty()) stats.Set("prefix_tiers", tiers);
   stats.Set("num_forwards", step.number());
   stats.Set("num_pinned_pages", table_->pins().num_pins() - prefixes.hints().num_pins());
@@ -291,7 +291,7 @@ std::vector<int64_t> Inspector::Window(int64_t sequence_id) const {
 
 void Inspector::CheckIntegrity() const {
   table_->CheckIntegrity(/*has_slid=*/!parts_.step->IsInForward());
-  parts_.prefix_tiers.CheckIntegrity();
+  parts_.lower_tiers.CheckIntegrity();
 }
 
 void Inspector::ShuffleFreePages(int64_t seed) {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "checkpoint/page_groups.h"
-#include "step/prefix_tiers.h"
+#include "prefixes/lower_tiers.h"
 #include "step/step.h"
 #include "step/tree_commit.h"
 #include "storage/page_copier.h"
@@ -29,7 +29,7 @@ struct InspectedParts {
   const TreeCommit& tree_commit;
   const PageGroups& page_groups;
   const KVSender& sender;
-  const PrefixTiers& prefix_tiers;
+  const LowerTiers& lower_tiers;
 };
 
 class Inspector {

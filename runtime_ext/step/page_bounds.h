@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 #include "step/page_table.h"
 #include "storage/layer_storage.h"
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 #include "step/step_phase.h"
 #include "storage/layer_storage.h"
 

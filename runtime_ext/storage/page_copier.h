@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "device/aux_data.h"
-#include "state/sequences/copy_on_write.h"
+#include "state/table/copy_on_write.h"
 #include "storage/layer_storage.h"
 
 namespace pagedkv {

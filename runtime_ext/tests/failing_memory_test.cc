@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "check.h"
+#include "state/host_memory/host_memory.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/receives.h"
-#include "state/sequences/sends.h"
-#include "state/tiers/host_tier.h"
+#include "state/table/receives.h"
+#include "state/table/sends.h"
 
 namespace pagedkv {
 
@@ -121,7 +121,7 @@ TEST_CASE("failing memory: values that a store has read") {
     REQUIRE(i < 100);
     std::vector<char> memory(HostSlots::BytesOf(2, kPageSize, {kPageBytes}) + 64);
     char* aligned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-    HostTier tier(aligned, 2, kPageSize, {kPageBytes}, /*has_store=*/true);
+    HostMemory tier(aligned, 2, kPageSize, {kPageBytes}, /*has_store=*/true);
     StoreLookup lookup;
     lookup.page_size = kPageSize;
     lookup.keys = {RootKey("space", "salt")};

@@ -9,9 +9,9 @@
 
 #include "check.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/receives.h"
-#include "state/sequences/sends.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/receives.h"
+#include "state/table/sends.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv::kv_transfer_test {
 

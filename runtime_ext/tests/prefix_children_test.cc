@@ -3,7 +3,7 @@
  * \file prefix_children_test.cc
  * \brief Children of a node against a plain list of their first pages.
  */
-#include "state/prefixes/prefix_children.h"
+#include "state/prefix_tree/prefix_children.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "check.h"
-#include "state/prefixes/prefix_node.h"
+#include "state/prefix_tree/prefix_node.h"
 
 namespace pagedkv::prefix_children_test {
 

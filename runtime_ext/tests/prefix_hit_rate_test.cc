@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv::prefix_hit_rate_test {
 

@@ -5,7 +5,7 @@
  *
  * The content of a slot stands for K and V: a number that depends on the salt and on all tokens up
  * to its position. While nothing is reclaimed, a hit is as long as the longest text that was added.
- * With tiers, pages come and go in a host tier that is too small, and in a store that fails.
+ * With tiers, pages come and go in host memory that is too small, and in a store that fails.
  */
 #include <algorithm>
 #include <map>
@@ -18,8 +18,8 @@
 #include "random_text.h"
 #include "state/plans/forward_plan.h"
 #include "state/plans/plan_arrays.h"
-#include "state/sequences/copy_on_write.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/copy_on_write.h"
+#include "state/table/sequence_table.h"
 #include "tier_fixture.h"
 
 namespace pagedkv::prefix_random_test {
@@ -40,7 +40,7 @@ class World {
         slots_(3, Contents(std::max(num_windowed, num_whole) * kPageSize, 0)),
         tier_(setup, kPageSize, &slots_, &engine_) {
     if (setup_.num_slots > 0) {
-      table_.prefixes().SetTier(tier_.tier(), &tier_, setup.policy, "a model");
+      table_.prefixes().SetHostMemory(tier_.tier(), &tier_, setup.policy, "a model");
     }
   }
 
@@ -103,14 +103,14 @@ class World {
     tier_.tier()->CheckIntegrity();
   }
   const TestTier& tier() const { return tier_; }
-  HostTier::Counts tier_counts() { return tier_.tier()->counts(); }
+  HostMemory::Counts tier_counts() { return tier_.tier()->counts(); }
 
   bool HasReclaimed() const {
     bool has = false;
     for (int32_t g = 0; g < 3; ++g) has = has || table_.pool(g).num_reclaimed() > 0;
     return has;
   }
-  const PrefixIndex::Counts& counts() const { return table_.prefixes().counts(); }
+  const PrefixCache::Counts& counts() const { return table_.prefixes().counts(); }
 
  private:
   uint64_t Below(uint64_t limit) { return engine_() % limit; }
@@ -146,7 +146,7 @@ class World {
       if (!setup_.has_faults) REQUIRE_EQ(length, matched);
       const bool gives_up = Below(16) == 0;
       if (!gives_up && tier_.Load(loads)) break;
-      const PrefixIndex::Counts before = table_.prefixes().counts();
+      const PrefixCache::Counts before = table_.prefixes().counts();
       table_.CancelLoads(id, loads);
       REQUIRE_EQ(table_.prefixes().counts().lookups, before.lookups - 1);
       REQUIRE_EQ(table_.prefixes().counts().reused_tokens, before.reused_tokens - length);

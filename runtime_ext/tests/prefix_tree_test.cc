@@ -3,7 +3,7 @@
  * \file prefix_tree_test.cc
  * \brief Texts are found by their tokens, branch at pages, and go when their pages are gone.
  */
-#include "state/prefixes/prefix_tree.h"
+#include "state/prefix_tree/prefix_tree.h"
 
 #include "check.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "state/tiers/page_key.h"
+#include "state/host_memory/page_key.h"
 
 namespace pagedkv {
 

@@ -24,7 +24,7 @@
 #include "state/plans/commit_plan.h"
 #include "state/plans/forward_plan.h"
 #include "state/plans/plan_arrays.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 #include "tier_fixture.h"
 
 namespace pagedkv::recurrent_states_test {
@@ -47,7 +47,7 @@ class World {
         has_windows_(has_windows),
         has_tier_(setup.num_slots > 0),
         has_store_(setup.has_store) {
-    if (has_tier_) table_.prefixes().SetTier(tier_.tier(), &tier_, setup.policy, "a model");
+    if (has_tier_) table_.prefixes().SetHostMemory(tier_.tier(), &tier_, setup.policy, "a model");
   }
 
   void Do() {
@@ -107,7 +107,7 @@ class World {
   int64_t num_refused() const { return num_refused_; }
   int64_t num_dropped() const { return num_dropped_; }
   int64_t num_reused() const { return table_.prefixes().counts().reused_tokens; }
-  const PrefixIndex::Counts& counts() const { return table_.prefixes().counts(); }
+  const PrefixCache::Counts& counts() const { return table_.prefixes().counts(); }
   int64_t num_reclaimed() const { return table_.pool(kIngredients).num_reclaimed(); }
   bool HasReclaimedState() const { return table_.pool(kNumGroups).num_reclaimed() > 0; }
 

@@ -16,7 +16,7 @@
 #include "check.h"
 #include "state/plans/forward_plan.h"
 #include "state/plans/plan_arrays.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv::sequence_history_random_test {
 

@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/sequence_imports.h"
+#include "state/table/sequence_imports.h"
 
 namespace pagedkv::sequence_import_test {
 

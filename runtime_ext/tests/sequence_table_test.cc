@@ -3,12 +3,12 @@
  * \file sequence_table_test.cc
  * \brief Add, remove, fork, pop, slide; errors change nothing; copies before a write from outside.
  */
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 #include "check.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/copy_on_write.h"
-#include "state/sequences/sequence_imports.h"
+#include "state/table/copy_on_write.h"
+#include "state/table/sequence_imports.h"
 
 namespace pagedkv::sequence_table_test {
 

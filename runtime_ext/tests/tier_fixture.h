@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file tier_fixture.h
- * \brief A host tier below pages whose content is numbers, and a store that fails now and then.
+ * \brief Host memory below pages whose content is numbers, and a store that fails now and then.
  */
 #ifndef TVM_PAGEDKV_TESTS_TIER_FIXTURE_H_
 #define TVM_PAGEDKV_TESTS_TIER_FIXTURE_H_
@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "state/sequences/prefix_index.h"
-#include "state/tiers/host_tier.h"
+#include "state/host_memory/host_memory.h"
+#include "state/prefix_cache/prefix_cache.h"
 
 namespace pagedkv {
 
@@ -37,7 +37,7 @@ class TestTier final : public PageSaver {
         memory_(HostSlots::BytesOf(setup.num_slots, page_size, page_bytes_) + 64),
         tier_(Aligned(memory_.data()), setup.num_slots, page_size, page_bytes_, setup.has_store) {}
 
-  HostTier* tier() { return &tier_; }
+  HostMemory* tier() { return &tier_; }
 
   void Save(const std::vector<PageSave>& saves) noexcept override {
     for (const auto& [group, page, text] : saves) {
@@ -112,7 +112,7 @@ class TestTier final : public PageSaver {
   std::mt19937_64* engine_;
   std::vector<ValueSize> page_bytes_;  // [group]
   std::vector<char> memory_;
-  HostTier tier_;
+  HostMemory tier_;
   std::map<PageKey, std::string> store_;
 };
 

@@ -11,8 +11,8 @@
 #include "check.h"
 #include "state/plans/commit_plan.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/sends.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sends.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv::unwritten_rows_test {
 

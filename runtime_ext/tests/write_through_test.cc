@@ -10,7 +10,7 @@
 #include "check.h"
 #include "random_text.h"
 #include "state/plans/forward_plan.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 #include "tier_fixture.h"
 
 namespace pagedkv::write_through_test {
@@ -26,7 +26,7 @@ class World {
         plan_(&table_, 1 << 20),
         slots_(1, Contents(kNumPages * kPageSize, 0)),
         tier_({num_slots, {TierWrites::kThrough, 1}}, kPageSize, &slots_, &engine_) {
-    table_.prefixes().SetTier(tier_.tier(), &tier_, {TierWrites::kThrough, 1}, "a model");
+    table_.prefixes().SetHostMemory(tier_.tier(), &tier_, {TierWrites::kThrough, 1}, "a model");
   }
 
   /*! \brief The text of a number; texts have nothing in common. */
@@ -59,7 +59,7 @@ class World {
     Step(3, Span(tokens).From(length));
     table_.Remove(3);
   }
-  /*! \brief One letter for each full page: 'h' when the host tier has it, else '-'. */
+  /*! \brief One letter for each full page: 'h' when host memory has it, else '-'. */
   std::string PlacesOf(const Tokens& tokens) const {
     std::string places;
     PageKey key = RootKey("a model", "");

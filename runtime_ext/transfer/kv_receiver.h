@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "state/sequences/receives.h"
+#include "state/table/receives.h"
 #include "step/step.h"
 #include "storage/page_copier.h"
 

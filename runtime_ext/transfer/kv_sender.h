@@ -19,7 +19,7 @@
 #include <map>
 #include <vector>
 
-#include "state/sequences/sends.h"
+#include "state/table/sends.h"
 #include "step/step.h"
 
 namespace pagedkv {

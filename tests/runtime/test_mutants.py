@@ -20,9 +20,10 @@ SOURCES = ROOT / "runtime_ext"
 TESTS = ("main", "recurrent_states_test", "kv_transfer_test")
 CASES = "states *,a hit takes*,kv transfer*"
 STATES, PLAN = "state/sequences/recurrent_states", "state/plans/state_plan"
-USERS_OF_STATES = tuple(
-    f"state/sequences/{name}.cc"
-    for name in ("recurrent_states", "prefix_search", "prefix_index", "window_histories")
+USERS_OF_STATES = (
+    f"{STATES}.cc",
+    "state/sequences/window_histories.cc",
+    *(f"state/prefix_cache/{name}.cc" for name in ("prefix_lookup", "prefix_cache")),
 )
 
 
@@ -169,17 +170,17 @@ MUTANTS = {
     ),
     # Prefix hits and transfers.
     "a hit without its ingredients": Mutant(
-        "state/sequences/prefix_search.cc",
+        "state/prefix_cache/prefix_lookup.cc",
         "         IsKnown(geometry_->PageOf(first - 1), ingredients) &&\n",
         "",
     ),
     "a state is sent before it is computed": Mutant(
-        "state/sequences/sends.cc",
+        "state/table/sends.cc",
         "< 0) end = position - 1;",
         "< 0) end = position;",
     ),
     "a receive drops ingredients that are needed": Mutant(
-        "state/sequences/receives.cc",
+        "state/table/receives.cc",
         "    first = std::min(first, geometry.PageOf(",
         "    first = std::max(first, geometry.PageOf(",
     ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .._functions import global_function
 from ..config import PrefixCacheConfig
-from ..stores import PrefixTier, StoreWorker, open_disk_store
+from ..stores import HostMemory, StoreWorker, open_disk_store
 from .inspection import CacheInspection
 
 if TYPE_CHECKING:
@@ -60,6 +60,6 @@ def _open_store(config: PrefixCacheConfig) -> PageStore | None:
     return open_disk_store(config.disk_path, config.disk_bytes)
 
 
-def tier_of(cache: object) -> PrefixTier | None:
+def tier_of(cache: object) -> HostMemory | None:
     """Return the tier below the pages of a cache, if there is one."""
     return global_function("pagedkv.prefix_tier")(cache)

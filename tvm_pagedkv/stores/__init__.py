@@ -14,14 +14,14 @@ from .mooncake import MooncakeStore
 from .opening import open_disk_store
 from .tiered import TieredStore
 from .valkey import ValkeyStore
-from .worker import PrefixTier, StoreWorker, close_worker
+from .worker import HostMemory, StoreWorker, close_worker
 
 __all__ = [
     "DiskStore",
     "GuardedStore",
     "MooncakeStore",
     "PageStore",
-    "PrefixTier",
+    "HostMemory",
     "StoreWorker",
     "TieredStore",
     "ValkeyStore",

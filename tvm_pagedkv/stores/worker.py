@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that moves pages between the host tier of a cache and a store.
+"""A thread that moves pages between the host memory of a cache and a store.
 
 The thread holds the tier and the store, never the cache. When the cache dies, the tier is closed:
 the thread writes what is pending, closes the store and ends. When the interpreter exits, threads
@@ -30,8 +30,8 @@ _MIN_PAUSE, _MAX_PAUSE = 1.0, 60.0
 _workers: dict[int, StoreWorker] = {}  # those that run, by the address of their memory
 
 
-@tvm_ffi.register_object("pagedkv.PrefixTier")
-class PrefixTier(tvm_ffi.Object):
+@tvm_ffi.register_object("pagedkv.HostMemory")
+class HostMemory(tvm_ffi.Object):
     """The host memory below the pages of a cache, as the runtime's functions take it."""
 
 
@@ -40,14 +40,14 @@ class StoreWorker:
 
     Parameters
     ----------
-    tier : PrefixTier
+    tier : HostMemory
         Of the function ``pagedkv.prefix_open``.
     store : PageStore
         Closed when the worker ends.
     """
 
     def __init__(
-        self, tier: PrefixTier, store: PageStore, clock: Callable[[], float] = time.monotonic
+        self, tier: HostMemory, store: PageStore, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._tier = tier
         self._store = store
@@ -71,7 +71,7 @@ class StoreWorker:
             self._ended.set()
 
 
-def close_worker(tier: PrefixTier, timeout: float) -> bool:
+def close_worker(tier: HostMemory, timeout: float) -> bool:
     """Close a tier and the worker that serves it; return whether they have ended in time."""
     worker = _workers.get(_address_of(tier))
     if worker is not None:
@@ -80,11 +80,11 @@ def close_worker(tier: PrefixTier, timeout: float) -> bool:
     return True
 
 
-def _address_of(tier: PrefixTier) -> int:
+def _address_of(tier: HostMemory) -> int:
     return int(global_function("pagedkv.tier_memory")(tier)[0])
 
 
-def _serve(tier: PrefixTier, store: PageStore, breaker: CircuitBreaker) -> None:
+def _serve(tier: HostMemory, store: PageStore, breaker: CircuitBreaker) -> None:
     """Loop over the jobs of a tier."""
     next_job = global_function("pagedkv.tier_next_job")
     finish_job = global_function("pagedkv.tier_finish_job")

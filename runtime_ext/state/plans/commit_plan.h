@@ -15,8 +15,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "state/sequences/copy_on_write.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/copy_on_write.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv {
 

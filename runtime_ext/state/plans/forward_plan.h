@@ -23,8 +23,8 @@
 
 #include "state/plans/shared_prefix.h"
 #include "state/plans/state_plan.h"
-#include "state/sequences/copy_on_write.h"
-#include "state/sequences/sequence_table.h"
+#include "state/table/copy_on_write.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv {
 

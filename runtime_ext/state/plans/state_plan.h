@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "state/sequences/sequence_table.h"
+#include "state/table/sequence_table.h"
 
 namespace pagedkv {
 

@@ -16,7 +16,7 @@
 
 #include "state/pages/page_history.h"
 #include "state/pages/slot_map.h"
-#include "state/prefixes/prefix_tree.h"
+#include "state/prefix_tree/prefix_tree.h"
 #include "state/sequences/sequence_window.h"
 #include "state/sequences/token_tree.h"
 
@@ -73,11 +73,11 @@ struct SendMark {
   std::vector<StateSlot> states;  // [state group] and its pages
 };
 
-/*! \brief The tokens of the first positions of a sequence; see prefix_index.h. */
+/*! \brief The tokens of the first positions of a sequence; see prefix_cache.h. */
 struct TokenRecord {
   PrefixTree::Cursor cursor;  // behind the full pages that are in the prefix tree
   std::vector<int32_t> tail;  // the tokens behind them
-  int64_t num_kept = 0;       // leading pages that the host tier had when it was last asked
+  int64_t num_kept = 0;       // leading pages that host memory had when it was last asked
 };
 
 struct Sequence {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file host_memory_test.cc
- * \brief Values in host memory: keys, checksums, eviction, jobs, and threads that share a tier.
+ * \brief Values in host memory: keys, checksums, eviction, jobs, and threads that share it.
  */
 #include "state/host_memory/host_memory.h"
 
@@ -222,7 +222,7 @@ StoreLookup LookupOf(int32_t number) {
 
 TEST_CASE("host memory: lookups overtake a write a few times, not for ever") {
   Fixture f(2, true);
-  constexpr int32_t kLimit = HostMemory::kMaxLookupJobsInARow;
+  constexpr int32_t kLimit = StoreQueue::kMaxLookupJobsInARow;
   std::string order;
   bool is_closed = false;
   for (int32_t i = 0; i < 3 * kLimit; ++i) {
@@ -240,7 +240,7 @@ TEST_CASE("host memory: lookups overtake a write a few times, not for ever") {
 }
 
 TEST_CASE("host memory: the queue of writes is bounded, and what it drops stays in memory") {
-  constexpr auto kBound = static_cast<int32_t>(HostMemory::kMaxQueuedPuts);
+  constexpr auto kBound = static_cast<int32_t>(StoreQueue::kMaxQueuedPuts);
   Fixture f(kBound + 2, true);
   for (int32_t i = 0; i < kBound + 2; ++i) REQUIRE(f.Save(i));
   REQUIRE_EQ(f.tier.counts().pending_stores, kBound);

@@ -14,9 +14,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -26,6 +23,7 @@
 
 #include "state/host_memory/host_slots.h"
 #include "state/host_memory/store_job.h"
+#include "state/host_memory/store_queue.h"
 
 namespace pagedkv {
 
@@ -45,11 +43,6 @@ class HostMemory {
     int64_t dropped_stores = 0;  // that were not queued for the store: its queue was full
     int64_t pending_stores = 0;  // that wait for the store, or are on their way
   };
-
-  /*! \brief Jobs of lookups in a row while a value waits to be written; then comes a write. */
-  static constexpr int32_t kMaxLookupJobsInARow = 4;
-  /*! \brief Values that wait to be written. At this bound, new values stay in memory only. */
-  static constexpr size_t kMaxQueuedPuts = 1 << 14;
 
   /*! \param memory As for HostSlots. */
   HostMemory(char* memory, int64_t num_slots, int32_t page_size,
@@ -135,15 +128,6 @@ class HostMemory {
   void CheckIntegrity() const;
 
  private:
-  struct Put {
-    int32_t slot;
-    uint64_t generation;
-  };
-  struct OpenJob {
-    StoreJob job;
-    std::vector<int32_t> slots;           // reserved (get) or pinned (put)
-    std::shared_ptr<StoreLookup> lookup;  // null for puts
-  };
   using Lock = std::unique_lock<std::mutex>;
   struct HashOfKey {  // keys are digests: any part of them is a hash
     size_t operator()(const PageKey& key) const {
@@ -153,43 +137,25 @@ class HostMemory {
     }
   };
 
-  /*! \brief Queues a published value for the store, or counts it as dropped. */
-  void QueuePut(int32_t slot) noexcept;
-  bool IsCurrent(const Put& put) const {
-    return slots_.IsPublished(put.slot) && slots_.Generation(put.slot) == put.generation;
-  }
-  std::optional<StoreJob> TakeJob();
-  std::optional<StoreJob> TakeLookup();
-  std::optional<StoreJob> TakePuts();
-  bool FillGet(StoreLookup* lookup, OpenJob* open);
-  StoreJob Open(OpenJob open);
-  void AddSlot(int32_t slot, OpenJob* open) const;
-  void FinishExists(StoreLookup* lookup, const std::vector<bool>& results);
-  /*! \brief The texts whose values a get has asked for. */
-  static std::vector<PageText> TextsOf(const OpenJob& open);
-  /*! \param is_good Whether each value has come; cleared where one is damaged. */
-  std::vector<std::string> FinishGet(const OpenJob& open, const std::vector<PageText>& texts,
-                                     std::vector<bool> is_good, bool are_verified, Lock* lock);
-  void FinishPut(const OpenJob& open, const std::vector<bool>& results);
-  void EndLookup(const StoreLookup* lookup);
-
-  const bool has_store_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  /*!
+   * \brief Verifies and publishes the values that a get has brought.
+   * \param is_good Whether each value has come; cleared where one is damaged.
+   */
+  std::vector<std::string> FinishGet(const StoreQueue::OpenJob& open,
+                                     const std::vector<PageText>& texts, std::vector<bool> is_good,
+                                     bool are_verified, Lock* lock);
   uint8_t PriorityOf(const PageKey& key) const {
     const auto found = priorities_.find(key);
     return found == priorities_.end() ? 0 : found->second;
   }
 
+  const bool has_store_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
   HostSlots slots_;
   std::unordered_map<PageKey, uint8_t, HashOfKey> priorities_;  // of pages of text that have one
-  Counts counts_;
-  std::deque<Put> puts_;
-  std::deque<std::shared_ptr<StoreLookup>> lookups_;
-  std::map<int64_t, OpenJob> open_jobs_;
-  int64_t num_puts_in_jobs_ = 0;
-  int32_t num_lookup_jobs_in_a_row_ = 0;  // while a put waited
-  int64_t last_id_ = 0;
+  Counts counts_;                                               // without those of the queue
+  StoreQueue queue_;
   bool is_closed_ = false;
 };
 

@@ -12,9 +12,10 @@
  *       |-- PrefixTree      which page of a pool each page of text is on (state/prefix_tree)
  *       |-- PrefixLookup    finds the longest beginning of a text in the tree and in host memory
  *       |-- EvictionHints   what callers know of texts: priorities, pins
- *       |-- PageSaver       copies pages to host memory; on devices PageTransfers (prefixes/)
+ *       |-- PageSaver       copies pages to host memory: PageTransfers (prefixes/)
  *       '-- HostMemory      pages that left the pools, and jobs for a store (state/host_memory)
- *             '-- HostSlots     where they lie, and which one goes first
+ *             |-- HostSlots     where they lie, and which one goes first
+ *             '-- StoreQueue    values and lookups that wait for a worker
  *
  * LowerTiers (prefixes/) opens host memory and fills pages from it.
  *

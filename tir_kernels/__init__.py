@@ -16,7 +16,6 @@ from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
 from .cpu.sparse import listed
 from .cpu.sparse import page_bounds as bounds
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
-from .cuda.step_arrays import advance_arrays
 from .index_spec import IndexSpec
 from .moves import append, copy, merge
 from .recurrent_sets import builders_of as recurrent_builders
@@ -87,7 +86,7 @@ _LISTED = {"attend_listed", "attend_blocks"}
 _BOUNDS = {"page_bounds", "choose_pages"}
 _SPANS = {"prefill_spans", "prefill_spans_sliding"}
 _ROWS = {"prefill_ragged", "prefill_ragged_sliding", "tree", "tree_sliding"}  # of a step alone
-_BOTH = _ROWS | {"merge", "copy_single_page", "copy_pages", "compact_copy", "advance_arrays"}
+_BOTH = _ROWS | {"merge", "copy_single_page", "copy_pages", "compact_copy"}
 _ANY_TARGET = (  # written once, in `moves`
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
     *("copy_single_page", "copy_pages", "debug_get_kv", "compact_copy"),
@@ -141,7 +140,7 @@ def names_for(target: VectorTarget | CudaTarget) -> list[str]:
 def _builders(target: VectorTarget | CudaTarget) -> dict[str, Callable]:
     if isinstance(target, CudaTarget):
         moves = {name: BUILDERS[name] for name in _ANY_TARGET}
-        return moves | CUDA_BUILDERS | {"advance_arrays": advance_arrays}
+        return moves | CUDA_BUILDERS
     return BUILDERS
 
 

@@ -55,7 +55,6 @@ constexpr const char* kNames[] = {
     "recurrent_scan",
     "row_append",
     "causal_conv",
-    "advance_arrays",
 };
 // clang-format on
 static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(KernelName::kNumNames));

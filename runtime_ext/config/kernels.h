@@ -60,7 +60,6 @@ enum class KernelName : int {
   kRecurrentScan,
   kRowAppend,
   kCausalConv,
-  kAdvanceArrays,
   kNumNames,
 };
 

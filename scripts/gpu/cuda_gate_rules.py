@@ -20,11 +20,10 @@ MAX_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so
 MIN_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
 MIN_LOADS = 16  # of 128 bits, where states are merged: of eight states, which do not wait
 MIN_STATE_RUNS = 8  # of 128 bits, that a thread keeps of a recurrent layer's state
-# Arrays that are complete before a step: the host copies them, and no kernel but `advance_arrays`
-# writes them, for which an event lets the step wait, as for a copy. Only these may be loaded
-# through a cache that does not see what other kernels write while this one is there: with
-# programmatic dependent launch it may be there before those that write its arguments have ended.
-# The copy of an array is no kernel, so whatever comes behind it in the stream waits for its end.
+# Arrays that are complete before a step: the host copies them, and no kernel writes them. Only
+# these may be loaded through a cache that does not see what other kernels write while this one
+# runs: with programmatic dependent launch it may begin before those that write its arguments have
+# ended. The copy of an array is no kernel, so whatever follows it in the stream waits for its end.
 COPIED_ARRAYS = frozenset(
     [
         *("query_indptr", "kv_indptr", "page_indptr", "page_ids", "length_info", "window_info"),
@@ -32,8 +31,6 @@ COPIED_ARRAYS = frozenset(
         *("tree_order_indptr", "tree_order", "positions", "copies"),
         *("length_indptr", "src_dst_slots", "row_reach"),
         *("segment_indptr", "slots", "rows", "read_pages", "write_pages", "tap_slots"),
-        # Of `advance_arrays`, which has written `last` as well, but is launched behind a copy.
-        *("last", "changes", "new_rows", "new_page_ids"),
     ]
 )
 # Of quantized rows: the lanes of a warp have a few numbers each, side by side.
@@ -160,8 +157,6 @@ def _of_branch(name: str, spec: Spec, codes: Sequence[MachineCode]) -> Iterator[
     elif name == "causal_conv":
         wanted = {"ldg.128": spec.width, "stg.128": 1}
     elif isinstance(spec, KernelSpec) and spec.codec and name in _ROWS_OF_WARPS:
-        wanted = {}
-    elif name == "advance_arrays":  # arrays move by any number of elements
         wanted = {}
     elif name not in ATTENTION:
         wanted = {"ldg.128": 1, "stg.128": 1}

@@ -16,7 +16,6 @@ from gpu_check_pair import POPPABLE, Kernels, Pair
 import tvm_pagedkv as pkv
 from tests import reference
 from tests.reference import quantized
-from tests.support.cases.kernels import step_array_cases
 from tests.support.emulators.python_kernels import share_every_prefix
 from tests.support.worlds import recurrent_world
 
@@ -213,9 +212,6 @@ def check_the_rest(kernels: Kernels) -> str:
             for part in parts:
                 part[2, ..., : page - 1, :] = part[5, ..., : page - 1, :]
             reference.assert_same_bits(copied.numpy(), pages, name)
-        elif name == "advance_arrays":  # layers with a window do without
-            for seed in range(3):
-                step_array_cases.check(function, tensor, page, 70, 9, 100, seed)
         elif name == "debug_get_kv":
             pages = normal(7, 2, heads[0], page, heads[1])
             out = [tensor(np.zeros((2, 9, *heads), config.dtype)) for _ in range(2)]

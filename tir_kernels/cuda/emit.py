@@ -27,8 +27,6 @@ def launch(grid: Sequence, num_threads: int, min_blocks: int = 0, waits: bool = 
 
     The int32 arrays of a step can be read at once: they are copied before the first kernel that
     reads them, and a copy, unlike a kernel, has ended when the next operation of its stream begins.
-    `advance_arrays` has ended, too: it runs on the stream of the copies, and a kernel waits for the
-    event of another stream before it begins.
 
     Parameters
     ----------

@@ -230,8 +230,6 @@ class ConstructorKernels:
             specs |= dict.fromkeys(("mla_prefill_sliding", "mla_tree_sliding", *of_rows), self.mla)
         if not (self.mha and self.mla):  # whose pages differ
             specs["copy_pages"] = self.mha or self.mla
-        if "advance_arrays" in kernel_names(self.mha or self.mla):  # on GPUs
-            specs["advance_arrays"] = self.mha or self.mla
         if (self.mha or self.mla).lists:  # whose pages are alike
             specs |= dict.fromkeys(("attend_listed", "attend_blocks"), self.mha or self.mla)
         if self.mha and self.mha.page_bounds:

@@ -70,8 +70,8 @@ def _load_data_coherently(source: str) -> str:
 
     A kernel may begin before the preceding one has ended, so its inputs may change while it runs.
     Through a restricted pointer that is only read, nvcc loads with ``ld.global.nc``, whose cache
-    may hold stale data. Only int32 arrays keep the qualifier: they are complete before the step's
-    kernels begin, whether the host has copied them or `advance_arrays` has written them.
+    may hold stale data. Only int32 arrays keep the qualifier: the host has copied them before the
+    step's kernels begin.
     """
     count = source.count("__restrict__") - len(re.findall(r"\bint\* __restrict__", source))
     return rewrite(source, _DATA_POINTER, "* ", count, "pointers to data")

@@ -12,6 +12,7 @@ _library.load()
 import tvm_ffi  # noqa: E402
 
 from ._errors import CacheFullError  # noqa: E402
+from ._library import path as library_path  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .bundle import Bundle, load_bundle  # noqa: E402
 from .cache import KVCache, open_prefix_cache  # noqa: E402
@@ -23,7 +24,7 @@ from .config import (  # noqa: E402
     RecurrentConfig,
     RopeConfig,
 )
-from .threads import num_threads, set_num_threads  # noqa: E402
+from .threads import available_cpus, num_threads, set_num_threads  # noqa: E402
 
 if _library.has_compiler():
     from .bundle import write_bundle  # noqa: E402
@@ -64,8 +65,10 @@ __all__ = [
     "PrefixCacheConfig",
     "RecurrentConfig",
     "RopeConfig",
+    "available_cpus",
     "build",
     "create",
+    "library_path",
     "load_bundle",
     "native_target",
     "num_threads",

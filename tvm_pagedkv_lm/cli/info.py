@@ -19,10 +19,8 @@ def run(_: argparse.Namespace) -> None:
     """Print a line for each version, setting and folder."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from tvm_pagedkv._library import path as library_path
-    from tvm_pagedkv._version import __version__
+    from tvm_pagedkv import __version__, available_cpus, library_path, num_threads
     from tvm_pagedkv.compiler import cache_dir, choices, class_of, resolve_target, vector_target
-    from tvm_pagedkv.threads import available_cpus, num_threads
 
     def installed(package: str) -> str:
         try:

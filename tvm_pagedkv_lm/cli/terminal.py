@@ -8,6 +8,8 @@ import logging
 import sys
 from typing import Any
 
+from ..model.progress import PROGRESS
+
 _log = logging.getLogger("tvm_pagedkv")
 
 
@@ -51,7 +53,7 @@ class Progress(logging.Handler):
         """Show a record; steps of longer work only on a terminal."""
         line, console = record.getMessage(), _console()
         if console is None:
-            if record.name != "tvm_pagedkv.progress":
+            if record.name != PROGRESS:
                 print(line, file=sys.stderr, flush=True)
             return
         if self._status is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tvm_pagedkv._errors import CacheFullError
+from tvm_pagedkv import CacheFullError
 from tvm_pagedkv.cache import KVCache
 from tvm_pagedkv.transfer import (
     Channel,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tvm_pagedkv._checks import check_int
-
+from ..config.checks import check_int
 from ..model.model import DecoderModel
 from ..text.tokens import check_tokens, encode_text
 

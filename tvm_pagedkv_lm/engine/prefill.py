@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tvm_pagedkv._progress import report
-
+from ..model.progress import report
 from .batch import Batch, Continuation
 from .disaggregated import RemotePrefill
 from .settings import Settings

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tvm_pagedkv._errors import CacheFullError
+from tvm_pagedkv import CacheFullError
 
 from ..text.tokens import check_tokens
 from .conversation import Conversation

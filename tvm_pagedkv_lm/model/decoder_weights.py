@@ -11,9 +11,8 @@ import numpy as np
 import tvm
 
 from tir_kernels.spec import ITEMSIZE
-from tvm_pagedkv._huge_pages import HUGE_PAGE_BYTES, huge_zeros
-from tvm_pagedkv._progress import report
 from tvm_pagedkv.config import KV_KINDS
+from tvm_pagedkv.measure import HUGE_PAGE_BYTES, huge_zeros
 
 from ..blocks.altup import altup_weights, stream_weights
 from ..blocks.beside_mlp import beside_mlp_weights
@@ -34,6 +33,7 @@ from ..kernels.linear.packed import packed_matrix
 from ..weights.static_scales import is_scale
 from ..weights.tensors import Tensors
 from ..weights.weight_parts import Output, Part, Weight, columns, halves, rows, slices, vector
+from .progress import report
 
 
 def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]]:

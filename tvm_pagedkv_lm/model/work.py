@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tir_kernels.codec import Codec, CodecPair
-from tvm_pagedkv._codecs import codec_of
+from tir_kernels.codec import Codec, CodecPair, codec_of
 from tvm_pagedkv.config import ATTENTION_KINDS, ITEMSIZE, LayerSpec
 
 from ..config.decoder_config import DecoderConfig

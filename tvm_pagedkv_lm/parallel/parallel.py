@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from tvm_pagedkv._checks import check_positive
 from tvm_pagedkv.compiler import resolve_target, vector_target
 from tvm_pagedkv.config import KV_KINDS
 from tvm_pagedkv.distributed import process_session, threaded_session
 
 from ..blocks.mixers import check_share
+from ..config.checks import check_positive
 from ..config.decoder_config import DecoderConfig
 from ..config.default_dtype import default_dtype
 from ..config.options import BuildOptions, check_batch_invariant, check_states

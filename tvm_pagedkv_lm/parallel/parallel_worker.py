@@ -18,7 +18,6 @@ import numpy as np
 import tvm
 import tvm_ffi
 
-from tvm_pagedkv._functions import global_function
 from tvm_pagedkv.cache import KVCache
 from tvm_pagedkv.compiler import load_library, resolve_target
 from tvm_pagedkv.distributed import Worker, current_worker
@@ -105,7 +104,7 @@ class ModelWorker:
         """Call a method of the cache. Text stands for bytes in hexadecimal."""
         values = [bytes.fromhex(each) if isinstance(each, str) else each for each in args]
         if method == "check_pop":
-            return global_function("pagedkv.check_pop")(self.caches[cache_id], *values)
+            return tvm_ffi.get_global_func("pagedkv.check_pop")(self.caches[cache_id], *values)
         return getattr(self.caches[cache_id], method)(*values)
 
     def describe(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tvm_ffi
 
-from tvm_pagedkv._errors import CacheFullError
+from tvm_pagedkv import CacheFullError
 from tvm_pagedkv.distributed import deferred_interrupts, forget, reconnect
 
 _ERRORS = {

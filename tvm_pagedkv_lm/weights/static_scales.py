@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tvm_pagedkv._checks import check_choice
 from tvm_pagedkv.config import MHA_KINDS, LayerSpec
 
+from ..config.checks import check_choice
 from ..config.decoder_config import DecoderConfig
 from ..config.options import LayerScales
 from .tensors import Tensors

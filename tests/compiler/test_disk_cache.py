@@ -317,7 +317,7 @@ def test_a_changed_source_changes_the_key(tmp_path):
         ("tvm_pagedkv.compiler.cuda.build", "SOURCES", ["cuda"]),
         ("tvm_pagedkv.measure.limits", "_SOURCES", ["limits.py", "tir_kernels"]),
         (
-            "tvm_pagedkv_lm.model.model",
+            "tvm_pagedkv_lm.model.executable",
             "_SOURCES",
             ["tvm_pagedkv_lm", "tir_kernels", "build.py"],
         ),

@@ -12,37 +12,21 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
-import tir_kernels
-import tvm_pagedkv.compiler
 from tvm_pagedkv.cache import KVCache
-from tvm_pagedkv.compiler import (
-    code_versions,
-    compiling,
-    library_file,
-    load_library,
-    resolve_target,
-    vector_target,
-)
+from tvm_pagedkv.compiler import load_library, resolve_target, vector_target
 from tvm_pagedkv.config import DTYPES, PrefixCacheConfig
 
-from ..blocks.decoder import build_module
 from ..config.decoder_config import DecoderConfig
 from ..config.default_dtype import default_dtype
 from ..config.options import BuildOptions, check_batch_invariant, check_states, layer_budgets
 from ..text.tokens import check_batch, check_tokens
 from ..weights.static_scales import layer_scales
-from .caches import Caches, cache_config, compile_kernels
+from .caches import Caches, cache_config
 from .decoder_weights import load_parameters, matrix_bytes
+from .executable import executable_file
 from .machines import Machines
 from .source import ModelSource, load_tokenizer, open_model
 from .weight_choice import check_weights, with_formats
-
-# The files that decide the code of a model; the kernels of its caches are compiled by themselves.
-_SOURCES = (
-    Path(__file__).parents[1],
-    Path(tir_kernels.__file__).parent,
-    Path(tvm_pagedkv.compiler.__file__).parent / "build.py",
-)
 
 
 class DecoderModel:
@@ -381,23 +365,3 @@ def check_cache(source: ModelSource, config: DecoderConfig, options: BuildOption
         cache_config(config, options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"no cache for the model in {source.path}: {error}") from None
-
-
-def executable_file(
-    config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None] | None = None
-) -> Path:
-    """Return the library with the compiled functions of the model, or of one of its stages."""
-
-    def compile_model():
-        num_layers = len(options.layers_of(config))
-        with compiling(f"the model ({num_layers} layers, {options.dtype})", progress):
-            return tvm.compile(build_module(config, options), options.target)
-
-    compile_kernels(config, options, progress)
-    versions = code_versions(*_SOURCES)
-    key = [
-        repr(config.without_cache()),
-        repr(replace(options, kv_dtype=None, state_dtype="float32", kv_scales=())),
-        *versions,
-    ]
-    return library_file(key, compile_model)

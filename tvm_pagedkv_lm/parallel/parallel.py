@@ -25,7 +25,8 @@ from ..config.decoder_config import DecoderConfig
 from ..config.default_dtype import default_dtype
 from ..config.options import BuildOptions, check_batch_invariant, check_states
 from ..model.decoder_weights import matrix_bytes
-from ..model.model import check_cache, executable_file, read_model
+from ..model.executable import executable_file
+from ..model.model import check_cache, read_model
 from ..model.source import load_tokenizer
 from ..model.weight_choice import check_weights, with_formats
 from ..text.chat import ChatTemplate

@@ -25,8 +25,8 @@ from tvm_pagedkv.distributed import Worker, current_worker
 from ..config.options import BuildOptions
 from ..model.caches import Caches
 from ..model.decoder_weights import load_parameters
+from ..model.executable import executable_file
 from ..model.machines import new_machine
-from ..model.model import executable_file
 from ..model.source import open_model
 from ..model.weight_choice import with_formats
 

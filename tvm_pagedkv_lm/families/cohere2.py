@@ -11,6 +11,9 @@ from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, Norms, Scales
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import layer_types
 
 
 def cohere2(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -36,3 +39,17 @@ def cohere2(fields: Mapping[str, Any]) -> DecoderConfig:
         tied_embeddings=read.flag(fields, "tie_word_embeddings", True),
         longest_text=read.longest_text(fields),
     )
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    return {
+        "layer_norm_eps": header.fields["rms_norm_eps"],
+        "logit_scale": header.key("logit_scale", float),
+        "sliding_window": header.key("attention.sliding_window", int),
+        **layer_types(header, 4),
+    }
+
+
+_GGUF = GgufFamily("cohere2", _gguf_fields, norm="layer_norm")
+
+FAMILIES = (Family("Cohere2ForCausalLM", "cohere2", cohere2, _GGUF),)

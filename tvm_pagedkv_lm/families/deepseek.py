@@ -15,6 +15,9 @@ from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, first_dense_layers, num_experts
 from ..config.latent_config import Latent
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import SIGMOID, SOFTMAX, experts_in_groups
 
 V3_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 _MISTRAL4_ROPE = {
@@ -146,3 +149,76 @@ def _attention_scale(scaling: Mapping[str, Any], shape: Latent) -> float:
     magnitude, factor = scaling.get("mscale_all_dim") or 0.0, scaling.get("factor") or 1.0
     grown = 0.1 * magnitude * math.log(factor) + 1.0 if factor > 1 else 1.0
     return shape.qk_dim**-0.5 * grown**2
+
+
+# --- GGUF ---------------------------------------------------------------------------------------
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    """Return the fields of DeepSeek V2, or of V3 where scores of experts are sigmoids.
+
+    Keys describe the heads after absorption; in older files, those before it.
+    """
+    rope_dim = header.key("rope.dimension_count", int)
+    rank = header.key("attention.kv_lora_rank", int)
+    if "attention.key_length_mla" in header.metadata:
+        key_length = header.key("attention.key_length_mla", int)
+        v_dim = header.key("attention.value_length_mla", int)
+    else:
+        key_length = header.fields["head_dim"]
+        v_dim = header.key("attention.value_length", int)
+    own = {
+        "num_key_value_heads": header.fields["num_attention_heads"],
+        "partial_rotary_factor": 1.0,
+        "kv_lora_rank": rank,
+        "q_lora_rank": header.key("attention.q_lora_rank", int, 0) or None,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key_length - rope_dim,
+        "v_head_dim": v_dim,
+    }
+    magnitude = header.key("rope.scaling.yarn_log_multiplier", float, None)
+    if magnitude is not None:
+        # Of both of YaRN's magnitudes, which are equal in these models; float32 has seven digits.
+        magnitude = round(magnitude / _GGUF_MAGNITUDE, 6)
+        own["yarn"] = {"mscale": magnitude, "mscale_all_dim": magnitude}
+    return own | _gguf_experts(header)
+
+
+def _gguf_experts(header: Header) -> dict[str, Any]:
+    """Return the fields of experts.
+
+    Files of GLM-4.7-Flash leave out how experts are chosen. Only with sigmoids are scores corrected
+    for the choice, so its tensors tell.
+    """
+    is_corrected = any(name.endswith(".exp_probs_b.bias") for name in header.shapes)
+    default = SIGMOID if is_corrected else SOFTMAX
+    is_v3 = (header.key("expert_gating_func", int, 0) or default) == SIGMOID
+    if is_v3:
+        return {"architectures": ["DeepseekV3ForCausalLM"], **experts_in_groups(header, SIGMOID)}
+    own = experts_in_groups(header, SOFTMAX)
+    own["topk_method"] = "group_limited_greedy" if own["n_group"] > 1 else "greedy"
+    return own
+
+
+_GGUF_MAGNITUDE = 0.1  # mscale_all_dim of YaRN is in the files by this factor
+_GGUF = GgufFamily(
+    "deepseek2",
+    _gguf_fields,
+    layer_tensors={
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.kv_b_proj",  # with `attn_v_b`
+    },
+    v_width_differs=True,
+)
+
+FAMILIES = (
+    Family("DeepseekV2ForCausalLM", "deepseek_v2", deepseek_v2, _GGUF),
+    Family("DeepseekV3ForCausalLM", "deepseek_v3", deepseek_v3),
+    Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", glm4_moe_lite),
+    Family("Mistral4ForCausalLM", "mistral4", mistral4),
+)

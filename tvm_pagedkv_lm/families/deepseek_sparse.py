@@ -15,6 +15,7 @@ from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.index_config import IndexConfig
 from .deepseek import V3_DEFAULTS, with_corrected_choice, with_dense_layers
+from .family import Family
 
 _CHOOSES, _SHARES = "full", "shared"  # indexer_types; "F" and "S" in index_topk_pattern
 
@@ -85,3 +86,9 @@ def _with_indexer(
     ]
     layers = [each for i, layer in enumerate(latent) for each in (layer, indexer.layer(i))]
     return replace(config, layers=tuple(layers), layers_per_block=2, indexer=indexer)
+
+
+FAMILIES = (
+    Family("DeepseekV32ForCausalLM", "deepseek_v32", deepseek_v32),
+    Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", glm_moe_dsa),
+)

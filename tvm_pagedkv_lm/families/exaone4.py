@@ -11,6 +11,10 @@ from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
+from ..gguf.family import NORMS_AFTER as GGUF_NORMS_AFTER
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import layer_types
 from .olmo import NORMS_AFTER
 
 
@@ -44,3 +48,13 @@ def _kinds(fields: Mapping[str, Any]) -> list[str]:
         every = read.positive(fields, "sliding_window_pattern", 4)
         default = [read.SLIDING if (i + 1) % every else read.FULL for i in range(num_layers)]
     return read.layer_kinds(fields, default)
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    window = header.key("attention.sliding_window", int, 0) or None
+    return {"sliding_window": window, **(layer_types(header, 4) if window else {})}
+
+
+_GGUF = GgufFamily("exaone4", _gguf_fields, layer_tensors=GGUF_NORMS_AFTER)
+
+FAMILIES = (Family("Exaone4ForCausalLM", "exaone4", exaone4, _GGUF),)

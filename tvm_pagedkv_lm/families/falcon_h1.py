@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, Mamba2Options, Norms, Scales, TensorNames
+from .family import Family
 from .mamba2 import mamba2_layer, time_step_limit
 
 _NAMES = TensorNames(final_norm="final_layernorm", mixer="mamba", mlp="feed_forward")
@@ -58,3 +59,6 @@ def falcon_h1(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def _factor(fields: Mapping[str, Any], name: str) -> float:
     return read.positive_number(fields, name, 1.0) or 1.0
+
+
+FAMILIES = (Family("FalconH1ForCausalLM", "falcon_h1", falcon_h1),)

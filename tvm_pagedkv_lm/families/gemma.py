@@ -15,6 +15,11 @@ from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, Norms
+from ..gguf.family import NORMS_AFTER as GGUF_NORMS_AFTER
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import layer_types
+from .pictures import with_pictures
 
 NORMS = Norms(
     before_attention="input_layernorm",
@@ -82,3 +87,50 @@ def _decoder(fields: Mapping[str, Any], layers, **own: Any) -> DecoderConfig:
         overflows_float16=True,
         **own,
     )
+
+
+# --- GGUF ---------------------------------------------------------------------------------------
+
+GGUF_TENSORS = GGUF_NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    """Return the window and the softmax scale, which only the models of 27 B have of their own."""
+    fields, scale = header.fields, header.key("attention.scale", float, 0) or None
+    scalar = fields["head_dim"] if scale is None else scale**-2
+    is_27b = fields["num_hidden_layers"] == _LAYERS_OF_27B[header.metadata.architecture]
+    if scale is None and is_27b:
+        scalar = fields["hidden_size"] / fields["num_attention_heads"]
+    return {
+        "sliding_window": header.key("attention.sliding_window", int),
+        "query_pre_attn_scalar": scalar,
+    }
+
+
+def _gguf_fields_of_2(header: Header) -> dict[str, Any]:
+    return {
+        **_gguf_fields(header),
+        "attn_logit_softcapping": header.key("attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": header.key("final_logit_softcapping", float, 30.0),
+    }
+
+
+def _gguf_fields_of_3(header: Header) -> dict[str, Any]:
+    return {
+        **_gguf_fields(header),
+        "rope_theta": header.key("rope.freq_base", float, 1e6),
+        "rope_local_base_freq": header.key("rope.freq_base_swa", float, 10000.0),
+        "final_logit_softcapping": header.key("final_logit_softcapping", float, 0) or None,
+        **layer_types(header, 6),
+    }
+
+
+_GGUF2 = GgufFamily("gemma2", _gguf_fields_of_2, layer_tensors=GGUF_TENSORS, norm_offset=1.0)
+_GGUF3 = GgufFamily("gemma3", _gguf_fields_of_3, layer_tensors=GGUF_TENSORS, norm_offset=1.0)
+
+FAMILIES = (
+    Family("Gemma2ForCausalLM", "gemma2", gemma2, _GGUF2),
+    Family("Gemma3ForCausalLM", "gemma3_text", gemma3, _GGUF3),
+    Family("Gemma3ForConditionalGeneration", "gemma3", with_pictures(gemma3_text=gemma3)),
+)

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3n and Gemma 4, text: layers that share K and V, and inputs for each layer.
+"""Gemma 3n, text: several residual streams, and layers that share K and V.
 
 The last layers attend to the K and V of the last layer before them that has a window, or none, as
 they do. Q, K and V have norms of each head, which are all that scales attention. Each layer gets
-a part of a second table of embeddings. Gemma 3n has several residual streams besides, low-rank
-products beside attention, and MLPs whose gates are cut off. In Gemma 4, layers without a window
-have wider heads, a part of which is rotated; in some models V is the projection of K there.
+a part of a second table of embeddings. Low-rank products are beside attention, and the gates of
+some MLPs are cut off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
@@ -20,8 +18,10 @@ from tvm_pagedkv.config import LayerSpec
 from ..config import fields as read
 from ..config.altup_config import AltUp, PerLayerInputs
 from ..config.decoder_config import DecoderConfig
-from ..config.expert_config import ExpertNames, Experts
-from .gemma import NORMS
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gemma import GGUF_TENSORS, NORMS
+from .pictures import with_pictures
 
 _GELU = {"gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -60,7 +60,7 @@ def gemma3n(fields: Mapping[str, Any]) -> DecoderConfig:
         read.positive(fields, "laurel_rank", 64),
         read.flag(fields, "altup_correct_scale", True),
     )
-    return _decoder(
+    return shared_decoder(
         fields,
         layers,
         kinds,
@@ -72,83 +72,10 @@ def gemma3n(fields: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def gemma4(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Read the fields of the text model of Gemma 4."""
-    fields = {"head_dim": 256, "hidden_size_per_layer_input": 256, "sliding_window": 512, **fields}
-    num_layers = read.positive(fields, "num_hidden_layers")
-    default = [read.SLIDING if (i + 1) % 6 else read.FULL for i in range(num_layers)]
-    kinds = [*read.layer_kinds(fields, default)[:-1], read.FULL]
-    rotations = fields.get("rope_parameters") or {
-        read.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-        read.FULL: {
-            "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
-        },
-    }  # fmt: skip
-    fields = {**fields, "rope_parameters": rotations}
-    shares_projection = read.flag(fields, "attention_k_eq_v")
-    layers = tuple(
-        _layer(fields, kind, _heads(fields, kind, index, shares_projection))
-        for index, kind in enumerate(kinds)
-    )
-    fields["per_layer_config"] = None
-    config = _decoder(fields, layers, kinds, layer_scale=True, experts=_experts(fields))
-    if read.flag(fields, "use_double_wide_mlp"):
-        width = 2 * config.intermediate_size
-        config = replace(config, wide_layers=tuple((i, width) for i, _ in config.shared_kv))
-    if shares_projection:
-        own = [i for i, kind in enumerate(kinds) if kind == read.FULL]
-        shared = dict(config.shared_kv)
-        config = replace(config, v_of_k=tuple(i for i in own if i not in shared))
-    return config
-
-
-def _experts(fields: Mapping[str, Any]) -> Experts | None:
-    """Return the experts that layers have beside the MLP, if there are any."""
-    if not read.flag(fields, "enable_moe_block"):
-        return None
-    return Experts(
-        read.positive(fields, "num_experts"),
-        read.positive(fields, "top_k_experts"),
-        read.positive(fields, "moe_intermediate_size"),
-        has_expert_scale=True,
-        beside_mlp=True,
-        names=ExpertNames(
-            block="", router="router.proj", fused_gate_up="gate_up_proj", is_stacked=True
-        ),
-    )
-
-
-def _heads(
-    fields: Mapping[str, Any], kind: str, index: int, shares_projection: bool
-) -> tuple[int, int]:
-    """Return the number of KV heads of a layer, and their width."""
-    own: dict[str, Any] = {}
-    given = fields.get("per_layer_config")
-    if given is not None:
-        if not isinstance(given, Mapping):
-            raise ValueError(f"per_layer_config must be an object, got {given!r}")
-        own = next((each for key, each in given.items() if int(key) == index), {})
-    elif kind == read.FULL:
-        own = {"head_dim": read.positive(fields, "global_head_dim", 512)}
-        if shares_projection and fields.get("num_global_key_value_heads") is not None:
-            own["num_key_value_heads"] = fields["num_global_key_value_heads"]
-    unknown = set(own) - {"head_dim", "num_key_value_heads"}
-    if unknown:
-        raise ValueError(f"per_layer_config of layer {index} has {', '.join(sorted(unknown))}")
-    whole = {**fields, **own}
-    return read.positive(whole, "num_key_value_heads", 4), read.positive(whole, "head_dim")
-
-
-def _layer(fields: Mapping[str, Any], kind: str, heads: tuple[int, int]) -> LayerSpec:
-    num_kv_heads, head_dim = heads
-    own = {"head_dim": head_dim, "per_layer_config": None}
-    (layer,) = read.layers({**fields, **own}, [kind])
-    return replace(layer, num_kv_heads=num_kv_heads, qk_head_dim=head_dim, v_head_dim=head_dim)
-
-
-def _decoder(
+def shared_decoder(
     fields: Mapping[str, Any], layers: Sequence[LayerSpec], kinds: Sequence[str], **own: Any
 ) -> DecoderConfig:
+    """Return a decoder of Gemma 3n or Gemma 4."""
     if fields.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention 'all' is unsupported")
     bias = read.flag(fields, "attention_bias")
@@ -202,3 +129,76 @@ def _count(fields: Mapping[str, Any], name: str, default: int, largest: int) -> 
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
         raise ValueError(f"{name} must be an integer from 0 to {largest}, got {value!r}")
     return value
+
+
+# --- GGUF ---------------------------------------------------------------------------------------
+
+GGUF_PER_LAYER_TENSORS = GGUF_TENSORS | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GGUF_MODEL_TENSORS = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
+
+def shared_gguf_fields(header: Header) -> dict[str, Any]:
+    """Return the fields that Gemma 3n and Gemma 4 have."""
+    has_window = header.key("attention.sliding_window_pattern", list)
+    width = header.key("embedding_length_per_layer_input", int)
+    own = {
+        "sliding_window": header.key("attention.sliding_window", int),
+        "layer_types": [read.SLIDING if each else read.FULL for each in has_window],
+        "num_kv_shared_layers": header.key("attention.shared_kv_layers", int),
+        "hidden_size_per_layer_input": width,
+        "final_logit_softcapping": header.key("final_logit_softcapping", float, 0) or None,
+    }
+    if width:
+        own["vocab_size_per_layer_input"] = header.extent("per_layer_token_embd.weight")
+    return own
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    shares = header.key("activation_sparsity_scale", list)
+    return {
+        **shared_gguf_fields(header),
+        "intermediate_size": header.key("feed_forward_length", object),
+        "rope_local_base_freq": header.key("rope.freq_base_swa", float, 1e4),
+        "altup_active_idx": header.key("altup.active_idx", int),
+        "altup_num_inputs": header.key("altup.num_inputs", int),
+        "altup_correct_scale": "blk.0.altup_correct_scale.weight" in header.shapes,
+        "laurel_rank": header.extent("blk.0.laurel_l.weight"),
+        # The files have how many standard deviations above the mean a gate is cut off.
+        "activation_sparsity_pattern": [round(NormalDist().cdf(x), 6) for x in shares],
+    }
+
+
+_GGUF = GgufFamily(
+    "gemma3n",
+    _gguf_fields,
+    layer_tensors=GGUF_PER_LAYER_TENSORS
+    | {
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    model_tensors=GGUF_MODEL_TENSORS,
+    whole_names={"altup_correct_scale.weight": "altup.correct_output_scale"},
+    stacked={
+        "altup_proj.weight": "model.altup_projections",
+        "altup_unembd_proj.weight": "model.altup_unembed_projections",
+    },
+    layers_differ=True,
+)
+
+FAMILIES = (
+    Family("Gemma3nForCausalLM", "gemma3n_text", gemma3n, _GGUF),
+    Family("Gemma3nForConditionalGeneration", "gemma3n", with_pictures(gemma3n_text=gemma3n)),
+)

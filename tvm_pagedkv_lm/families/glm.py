@@ -13,6 +13,9 @@ from typing import Any
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import Experts, first_dense_layers, num_experts
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import SIGMOID, experts_in_groups
 
 
 def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -44,3 +47,18 @@ def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in header.shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.shapes,
+        **experts_in_groups(header, SIGMOID),
+    }
+
+
+_GGUF = GgufFamily(
+    "glm4moe", _gguf_fields, layer_tensors={"post_attention_norm": "post_attention_layernorm"}
+)
+
+FAMILIES = (Family("Glm4MoeForCausalLM", "glm4_moe", glm4_moe, _GGUF),)

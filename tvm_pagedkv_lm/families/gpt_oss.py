@@ -13,6 +13,9 @@ from typing import Any
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, num_experts
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import SOFTMAX_OF_CHOSEN, expert_counts
 
 _GATE_FACTOR, _GATE_LIMIT = 1.702, 7.0
 _YARN = {
@@ -67,3 +70,24 @@ def clamped_gate(fields: Mapping[str, Any]) -> tuple[float, float]:
     factor = read.positive_number(fields, "swiglu_alpha", _GATE_FACTOR) or _GATE_FACTOR
     limit = read.positive_number(fields, "swiglu_limit", _GATE_LIMIT) or _GATE_LIMIT
     return factor, limit
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    width = header.key("expert_feed_forward_length", int)
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in header.shapes,
+        "sliding_window": header.key("attention.sliding_window", int),
+        **expert_counts(header, "num_local_experts", SOFTMAX_OF_CHOSEN),
+        "intermediate_size": width,
+        "yarn": {"truncate": False},  # the makers' configuration, which files leave out
+    }
+
+
+_GGUF = GgufFamily(
+    "gpt-oss",
+    _gguf_fields,
+    layer_tensors={"post_attention_norm": "post_attention_layernorm"},
+    whole_names={"attn_sinks.weight": "self_attn.sinks"},
+)
+
+FAMILIES = (Family("GptOssForCausalLM", "gpt_oss", gpt_oss, _GGUF, quantization="mxfp4"),)

@@ -14,6 +14,7 @@ from tvm_pagedkv.config import LayerSpec
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, Mamba2Options, Scales, TensorNames
+from .family import Family
 from .mamba2 import mamba2_layer, time_step_limit
 
 _LINEAR = "linear_attention"
@@ -71,3 +72,6 @@ def _layers(fields: Mapping[str, Any], state: LayerSpec) -> tuple[LayerSpec, ...
     if _rotates(fields):
         return layers
     return read.with_rope_where(layers, [each is state for each in layers])
+
+
+FAMILIES = (Family("GraniteMoeHybridForCausalLM", "granitemoehybrid", granite_hybrid),)

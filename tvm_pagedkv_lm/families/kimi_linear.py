@@ -17,6 +17,7 @@ from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, TensorNames
 from ..config.expert_config import ExpertNames, first_dense_layers
 from .deepseek import with_corrected_choice
+from .family import Family
 
 _LINEAR = "linear_attention"
 # What the model's makers call the fields -> what other families call them.
@@ -117,3 +118,6 @@ def _dense_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
             f"mlp_layer_types must list dense or sparse for {num_layers} layers, got {kinds!r}"
         )
     return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+
+
+FAMILIES = (Family("KimiLinearForCausalLM", "kimi_linear", kimi_linear),)

@@ -10,6 +10,7 @@ from tvm_pagedkv.config import ConvConfig, LayerSpec
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, Norms, TensorNames
+from .family import Family
 
 _CONV = "conv"
 _NAMES = TensorNames(
@@ -61,3 +62,6 @@ def _mlp_width(fields: Mapping[str, Any]) -> int:
     factor = read.positive_number(fields, "block_ffn_dim_multiplier", 1.0) or 1.0
     multiple = read.positive(fields, "block_multiple_of", 256)
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+
+
+FAMILIES = (Family("Lfm2ForCausalLM", "lfm2", lfm2),)

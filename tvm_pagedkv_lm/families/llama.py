@@ -13,6 +13,11 @@ from typing import Any
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, QueryScale
 from ..config.expert_config import ExpertNames, Experts, num_experts
+from ..gguf.family import GgufFamily, Header
+from .deepseek import mistral4
+from .family import Family
+from .gguf_keys import SOFTMAX, expert_counts
+from .pictures import with_pictures
 
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
@@ -82,3 +87,32 @@ def _decoder(fields: Mapping[str, Any], kind: str, experts: Experts | None = Non
         longest_text=read.longest_text(fields),
         experts=experts,
     )
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    """Return the fields of Llama, or of Mixtral, whose files have the same architecture."""
+    if header.fields["partial_rotary_factor"] != 1:
+        raise ValueError(f"llama.rope.dimension_count must be {header.fields['head_dim']}")
+    own = {
+        "attention_bias": "blk.0.attn_q.bias" in header.shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in header.shapes,
+    }
+    if not header.key("expert_count", int, 0):
+        return own
+    counts = expert_counts(header, "num_local_experts", SOFTMAX)
+    return {**own, "architectures": ["MixtralForCausalLM"], **counts}
+
+
+FAMILIES = (
+    Family(
+        "LlamaForCausalLM", "llama", llama, GgufFamily("llama", _gguf_fields, permutes_heads=True)
+    ),
+    Family("MistralForCausalLM", "mistral", mistral),
+    Family(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        with_pictures(mistral=mistral, ministral3=ministral3, mistral4=mistral4),
+    ),
+    Family("Ministral3ForCausalLM", "ministral3", ministral3),
+    Family("MixtralForCausalLM", "mixtral", mixtral),
+)

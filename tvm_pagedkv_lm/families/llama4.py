@@ -15,6 +15,8 @@ from tvm_pagedkv.config import LayerSpec
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, QueryScale, TensorNames
 from ..config.expert_config import ExpertNames, Experts, num_experts
+from .family import Family
+from .pictures import with_pictures
 
 CHUNKED = "chunked_attention"
 
@@ -96,3 +98,9 @@ def _dense_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
     if not isinstance(listed, list) or not all(isinstance(each, int) for each in listed):
         raise ValueError(f"moe_layers must be a list of layers, got {listed!r}")
     return tuple(i for i in range(num_layers) if i not in listed)
+
+
+FAMILIES = (
+    Family("Llama4ForCausalLM", "llama4_text", llama4),
+    Family("Llama4ForConditionalGeneration", "llama4", with_pictures(llama4_text=llama4)),
+)

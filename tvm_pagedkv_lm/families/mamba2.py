@@ -11,6 +11,7 @@ from tvm_pagedkv.config import ConvConfig, LayerSpec, RecurrentConfig
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, Mamba2Options, Norms, TensorNames
+from .family import Family
 
 _NAMES = TensorNames(model="backbone", embedding="embeddings", final_norm="norm_f", mixer="mixer")
 # What hybrids call the fields of the state -> their names here, and defaults.
@@ -89,3 +90,6 @@ def time_step_limit(fields: Mapping[str, Any]) -> tuple[float, float]:
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"time_step_limit must be two numbers, got {limit!r}") from None
     return low, high
+
+
+FAMILIES = (Family("Mamba2ForCausalLM", "mamba2", mamba2),)

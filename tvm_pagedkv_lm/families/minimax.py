@@ -12,6 +12,7 @@ from typing import Any
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, num_experts
+from .family import Family
 
 NAMES = ExpertNames(
     block="block_sparse_moe",
@@ -53,3 +54,6 @@ def with_partial_rotation(fields: Mapping[str, Any]) -> dict[str, Any]:
         partial = read.positive(fields, "rotary_dim") / read.positive(fields, "head_dim")
         fields = {"partial_rotary_factor": partial, **fields}
     return fields
+
+
+FAMILIES = (Family("MiniMaxM2ForCausalLM", "minimax_m2", minimax_m2),)

@@ -17,6 +17,7 @@ from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, TensorNames
 from ..config.expert_config import ExpertNames, Experts, num_experts
 from ..config.index_config import Blocks, IndexConfig
+from .family import Family
 from .gpt_oss import clamped_gate
 from .minimax import NAMES, with_partial_rotation
 
@@ -139,3 +140,9 @@ def _with_indexer(fields: Mapping[str, Any], kinds: list[str], experts: Experts)
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )
+
+
+FAMILIES = (
+    Family("MiniMaxM3VLForCausalLM", "minimax_m3_vl_text", minimax_m3_text),
+    Family("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", minimax_m3),
+)

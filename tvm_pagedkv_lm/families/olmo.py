@@ -11,6 +11,10 @@ from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, Norms
+from ..gguf.family import NORMS_AFTER as GGUF_NORMS_AFTER
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import layer_types
 
 NORMS_AFTER = Norms(
     before_attention=None,
@@ -47,3 +51,23 @@ def _decoder(fields: Mapping[str, Any], kinds: Sequence[str]) -> DecoderConfig:
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    """Return what OLMo 3 has beyond OLMo 2: windows, in three layers of four."""
+    window = header.key("attention.sliding_window", int, 0)
+    if not window:
+        return {}
+    windows = {"sliding_window": window, **layer_types(header, 4)}
+    return {"architectures": ["Olmo3ForCausalLM"], **windows}
+
+
+FAMILIES = (
+    Family(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        olmo2,
+        GgufFamily("olmo2", _gguf_fields, layer_tensors=GGUF_NORMS_AFTER),
+    ),
+    Family("Olmo3ForCausalLM", "olmo3", olmo3),
+)

@@ -13,6 +13,8 @@ from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, TensorNames
+from ..gguf.family import GgufFamily, Header
+from .family import Family
 
 
 def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -36,3 +38,16 @@ def _scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
     scaling = read.rope_fields(fields)
     is_yarn = read.rope_type_of(scaling) == "yarn"
     return scaling | ({"rope_type": "longrope"} if is_yarn else {})
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    return {"sliding_window": header.key("attention.sliding_window", int, 0) or None}
+
+
+_GGUF = GgufFamily(
+    "phi3",
+    _gguf_fields,
+    layer_tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+)
+
+FAMILIES = (Family("Phi3ForCausalLM", "phi3", phi3, _GGUF),)

@@ -13,6 +13,9 @@ from typing import Any
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import Experts, dense_layers, num_experts
+from ..gguf.family import GgufFamily, Header
+from .family import Family
+from .gguf_keys import SOFTMAX, expert_counts
 
 _HIDDEN_SIZE_OF_72B = 8192
 
@@ -71,3 +74,19 @@ def _kinds(fields: Mapping[str, Any]) -> list[str]:
         raise ValueError(f"max_window_layers must be an integer from 0 on, got {first!r}")
     default = [read.SLIDING if i >= first else read.FULL for i in range(num_layers)]
     return read.layer_kinds(fields, default)
+
+
+def _gguf_fields(header: Header) -> dict[str, Any]:
+    """Return the fields of Qwen3 with experts, whose files leave out that scores are divided."""
+    return {
+        **expert_counts(header, "num_experts", SOFTMAX),
+        "moe_intermediate_size": header.key("expert_feed_forward_length", int),
+        "norm_topk_prob": header.key("expert_weights_norm", bool, True),
+    }
+
+
+FAMILIES = (
+    Family("Qwen2ForCausalLM", "qwen2", qwen2, GgufFamily("qwen2")),
+    Family("Qwen3ForCausalLM", "qwen3", qwen3, GgufFamily("qwen3")),
+    Family("Qwen3MoeForCausalLM", "qwen3_moe", qwen3_moe, GgufFamily("qwen3moe", _gguf_fields)),
+)

@@ -16,6 +16,8 @@ from tvm_pagedkv.config import ConvConfig, LayerSpec, RecurrentConfig
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, TensorNames
 from ..config.expert_config import ExpertNames, Experts, dense_layers, num_experts
+from .family import Family
+from .pictures import with_pictures
 
 _LINEAR = "linear_attention"
 
@@ -84,3 +86,16 @@ def _decoder(fields: Mapping[str, Any], names: TensorNames) -> DecoderConfig:
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )
+
+
+FAMILIES = (
+    Family("Qwen3_5ForCausalLM", "qwen3_5_text", qwen3_5),
+    Family("Qwen3_5ForConditionalGeneration", "qwen3_5", with_pictures(qwen3_5_text=qwen3_5)),
+    Family("Qwen3NextForCausalLM", "qwen3_next", qwen3_next),
+    Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_5_moe),
+    Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        with_pictures(qwen3_5_moe_text=qwen3_5_moe),
+    ),
+)

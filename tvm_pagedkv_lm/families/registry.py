@@ -7,7 +7,7 @@ The family is found by ``architectures`` of config.json, or by ``model_type`` wi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,88 +19,64 @@ from ..config.decoder_config import DecoderConfig
 from ..config.fields import token_ids
 from ..config.json_files import read_json
 from ..weights.weight_files import ADAPTER, why_no_weights
-from .cohere2 import cohere2
-from .deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4
-from .deepseek_sparse import deepseek_v32, glm_moe_dsa
-from .exaone4 import exaone4
-from .falcon_h1 import falcon_h1
-from .gemma import gemma2, gemma3
-from .gemma3n import gemma3n, gemma4
-from .glm import glm4_moe
-from .gpt_oss import gpt_oss
-from .granite import granite_hybrid
-from .kimi_linear import kimi_linear
-from .lfm2 import lfm2
-from .llama import llama, ministral3, mistral, mixtral
-from .llama4 import llama4
-from .mamba2 import mamba2
-from .minimax import minimax_m2
-from .minimax_m3 import minimax_m3, minimax_m3_text
-from .olmo import olmo2, olmo3
-from .phi import phi3
-from .pictures import with_pictures
-from .qwen import qwen2, qwen3, qwen3_moe
-from .qwen3_5 import qwen3_5, qwen3_5_moe, qwen3_next
-from .smollm3 import smollm3
+from . import (
+    cohere2,
+    deepseek,
+    deepseek_sparse,
+    exaone4,
+    falcon_h1,
+    gemma,
+    gemma3n,
+    gemma4,
+    glm,
+    gpt_oss,
+    granite,
+    kimi_linear,
+    lfm2,
+    llama,
+    llama4,
+    mamba2,
+    minimax,
+    minimax_m3,
+    olmo,
+    phi,
+    qwen,
+    qwen3_5,
+    smollm3,
+)
+from .family import Family, Reader
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 
-Reader = Callable[[Mapping[str, Any]], DecoderConfig]
-
-# Architecture -> model_type, and the function that reads the fields as a `DecoderConfig`.
-FAMILIES: dict[str, tuple[str, Reader]] = {
-    "LlamaForCausalLM": ("llama", llama),
-    "MistralForCausalLM": ("mistral", mistral),
-    "Mistral3ForConditionalGeneration": (
-        "mistral3",
-        with_pictures(mistral=mistral, ministral3=ministral3, mistral4=mistral4),
-    ),
-    "Ministral3ForCausalLM": ("ministral3", ministral3),
-    "Qwen2ForCausalLM": ("qwen2", qwen2),
-    "Qwen3ForCausalLM": ("qwen3", qwen3),
-    "Gemma2ForCausalLM": ("gemma2", gemma2),
-    "Gemma3ForCausalLM": ("gemma3_text", gemma3),
-    "Gemma3ForConditionalGeneration": ("gemma3", with_pictures(gemma3_text=gemma3)),
-    "Gemma3nForCausalLM": ("gemma3n_text", gemma3n),
-    "Gemma3nForConditionalGeneration": ("gemma3n", with_pictures(gemma3n_text=gemma3n)),
-    "Gemma4ForCausalLM": ("gemma4_text", gemma4),
-    "Gemma4ForConditionalGeneration": ("gemma4", with_pictures(gemma4_text=gemma4)),
-    "Phi3ForCausalLM": ("phi3", phi3),
-    "Olmo2ForCausalLM": ("olmo2", olmo2),
-    "Olmo3ForCausalLM": ("olmo3", olmo3),
-    "SmolLM3ForCausalLM": ("smollm3", smollm3),
-    "Cohere2ForCausalLM": ("cohere2", cohere2),
-    "Exaone4ForCausalLM": ("exaone4", exaone4),
-    "Llama4ForCausalLM": ("llama4_text", llama4),
-    "Llama4ForConditionalGeneration": ("llama4", with_pictures(llama4_text=llama4)),
-    "MixtralForCausalLM": ("mixtral", mixtral),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
-    "Glm4MoeForCausalLM": ("glm4_moe", glm4_moe),
-    "GptOssForCausalLM": ("gpt_oss", gpt_oss),
-    "DeepseekV2ForCausalLM": ("deepseek_v2", deepseek_v2),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", deepseek_v3),
-    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", glm4_moe_lite),
-    "Mistral4ForCausalLM": ("mistral4", mistral4),
-    "DeepseekV32ForCausalLM": ("deepseek_v32", deepseek_v32),
-    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", glm_moe_dsa),
-    "MiniMaxM2ForCausalLM": ("minimax_m2", minimax_m2),
-    "MiniMaxM3VLForCausalLM": ("minimax_m3_vl_text", minimax_m3_text),
-    "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3_vl", minimax_m3),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", with_pictures(qwen3_5_text=qwen3_5)),
-    "Qwen3NextForCausalLM": ("qwen3_next", qwen3_next),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", qwen3_5_moe),
-    "Qwen3_5MoeForConditionalGeneration": (
-        "qwen3_5_moe",
-        with_pictures(qwen3_5_moe_text=qwen3_5_moe),
-    ),
-    "KimiLinearForCausalLM": ("kimi_linear", kimi_linear),
-    "Lfm2ForCausalLM": ("lfm2", lfm2),
-    "Mamba2ForCausalLM": ("mamba2", mamba2),
-    "FalconH1ForCausalLM": ("falcon_h1", falcon_h1),
-    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", granite_hybrid),
+_MODULES = (
+    llama,
+    qwen,
+    gemma,
+    gemma3n,
+    gemma4,
+    phi,
+    olmo,
+    smollm3,
+    cohere2,
+    exaone4,
+    llama4,
+    glm,
+    gpt_oss,
+    deepseek,
+    deepseek_sparse,
+    minimax,
+    minimax_m3,
+    qwen3_5,
+    kimi_linear,
+    lfm2,
+    mamba2,
+    falcon_h1,
+    granite,
+)
+FAMILIES: dict[str, Family] = {
+    family.architecture: family for module in _MODULES for family in module.FAMILIES
 }
-_BY_MODEL_TYPE = {model_type: reader for model_type, reader in FAMILIES.values()}
+_BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 # Features that no family supports yet -> fields that indicate them.
 _NOT_YET = {
@@ -158,21 +134,21 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
         raise ValueError(f"architectures must be a list of names, got {architectures!r}")
-    reader = next((FAMILIES[name][1] for name in architectures if name in FAMILIES), None)
-    if reader is None and not architectures:
-        reader = _BY_MODEL_TYPE.get(str(fields.get("model_type")))
-    if reader is None:
+    family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
+    if family is None and not architectures:
+        family = _BY_MODEL_TYPE.get(str(fields.get("model_type")))
+    if family is None:
         raise ValueError(_unknown(architectures, fields))
     quantization = fields.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    is_readable = method == "mxfp4" and reader is gpt_oss or _quantizes_kv_only(quantization)
-    if quantization and not is_readable:
+    is_readable = bool(method) and method == family.quantization
+    if quantization and not is_readable and not _quantizes_kv_only(quantization):
         raise ValueError(
             f"quantized weights ({method or 'quantization_config'}) are not supported; take the "
             "checkpoint in float32, float16 or bfloat16"
         )
     whole = _with_text_fields(fields)
-    config = with_eos(reader(fields), whole)
+    config = with_eos(family.read(fields), whole)
     return replace(config, dtype=_dtype(whole), calibrated_for=_calibrated_for(quantization))
 
 

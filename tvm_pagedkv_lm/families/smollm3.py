@@ -9,6 +9,8 @@ from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
+from ..gguf.family import GgufFamily
+from .family import Family
 from .llama import llama
 
 
@@ -29,3 +31,8 @@ def smollm3(fields: Mapping[str, Any]) -> DecoderConfig:
     fields = {"rope_theta": 2e6, "tie_word_embeddings": True, **fields}
     layers = read.layers(fields, kinds)
     return replace(llama(fields), layers=read.with_rope_where(layers, rotates))
+
+
+FAMILIES = (
+    Family("SmolLM3ForCausalLM", "smollm3", smollm3, GgufFamily("smollm3", permutes_heads=True)),
+)

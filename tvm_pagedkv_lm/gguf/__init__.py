@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files as sources of models."""
-
-from .model_file import GgufModel
-
-__all__ = ["GgufModel"]
+"""The format of GGUF files: keys, tensors and tokenizers, and what a family says about its own."""

@@ -8,50 +8,14 @@ import re
 import numpy as np
 
 from ..formats.weight_formats import QuantizedRows, WeightFormat
-from . import experts, gemma, latent
+from . import experts
 from .dequantize import type_name
+from .family import GgufFamily
 from .file import GgufFile
+from .latent import K_PART, V_PART, joined, k_of, v_of
 from .quantized import KEPT_TYPES, split_blocks
 
-_MODEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    **gemma.MODEL_TENSORS,
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NORMS_AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_EXPERTS = _LAYER | {"post_attention_norm": "post_attention_layernorm"}
-_GEMMA = _LAYER | _NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
-_LAYER_OF = {
-    "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
-    "olmo2": _LAYER | _NORMS_AFTER,
-    "exaone4": _LAYER | _NORMS_AFTER,
-    "glm4moe": _EXPERTS,
-    "gpt-oss": _EXPERTS,
-    "gemma3n": _GEMMA | gemma.GEMMA3N_TENSORS,
-    "gemma4": _GEMMA | gemma.GEMMA4_TENSORS,
-    "deepseek2": _LAYER | latent.TENSORS,
-    "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-}
 _FLOATS = ("F32", "F16", "BF16")
-_SPLIT, _JOINED = ".attn_k_b.weight", ".attn_v_b.weight"  # one tensor of directories
 # They belong to the rotation, not to the weights.
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -62,8 +26,7 @@ class GgufTensors:
     Parameters
     ----------
     file : GgufFile
-    architecture : str
-        ``general.architecture``.
+    family : GgufFamily
     num_heads, num_kv_heads : int
     num_layers, num_extra_layers : int
         Layers of the model, and layers behind them, which are left out.
@@ -77,7 +40,7 @@ class GgufTensors:
     def __init__(
         self,
         file: GgufFile,
-        architecture: str,
+        family: GgufFamily,
         num_heads: int,
         num_kv_heads: int,
         num_layers: int = 0,
@@ -91,24 +54,23 @@ class GgufTensors:
         for name in file.tensors:
             if name in _ROPE_FACTORS or name.startswith(left_out):
                 continue
-            if name.endswith(_JOINED) and _k_of(name) in file.tensors:  # read with that one
+            if name.endswith(V_PART) and k_of(name) in file.tensors:  # read with that one
                 continue
-            if name in gemma.STACKED:
+            if name in family.stacked:
                 for index in range(file.tensors[name].shape[0]):
-                    theirs = f"{gemma.STACKED[name]}.{index}.weight"
+                    theirs = f"{family.stacked[name]}.{index}.weight"
                     self._names[theirs], self._indices[theirs] = name, index
                 continue
-            theirs = _name(name, architecture, file)
+            theirs = _name(name, family, file)
             if theirs in self._names:
                 raise ValueError(
                     f"{self.path} has the tensors {self._names[theirs]} and {name}; models of "
-                    f"architecture {architecture} have only one of them"
+                    f"architecture {family.architecture} have only one of them"
                 )
             self._names[theirs] = name
-        self._has_offset = architecture in ("gemma2", "gemma3")
-        # llama.cpp rotates adjacent pairs in these architectures, so Q and K are permuted.
-        is_permuted = architecture in ("llama", "smollm3")
-        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if is_permuted else {}
+        self._norm_offset = family.norm_offset
+        both = {"q_proj": num_heads, "k_proj": num_kv_heads}
+        self._heads = both if family.permutes_heads else {}
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -132,11 +94,11 @@ class GgufTensors:
         """
         index = self._indices.get(name) if expert is None else expert[0]
         own = self._find(name, shape, expert)
-        if own.endswith(_SPLIT):
-            return latent.joined(self._file.read(own), self._file.read(_v_of(own)))
+        if own.endswith(K_PART):
+            return joined(self._file.read(own), self._file.read(v_of(own)))
         tensor = self._file.read(own, index)
-        if self._has_offset and name.endswith("norm.weight"):
-            return tensor - 1  # Hugging Face adds one when it applies the norm
+        if self._norm_offset and name.endswith("norm.weight"):
+            return tensor - self._norm_offset  # directories have it when the norm is applied
         num_heads = self._heads.get(name.split(".")[-2])
         return tensor if num_heads is None else _halves(tensor, num_heads)
 
@@ -149,7 +111,7 @@ class GgufTensors:
             return None
         own = self._names[name]
         kind = type_name(self._file.tensors[own].type_id)
-        if own.endswith(_SPLIT):  # whose codes are of groups of other features
+        if own.endswith(K_PART):  # whose codes are of groups of other features
             return None if kind in _FLOATS else kind
         return None if kind in _FLOATS else KEPT_TYPES.get(kind, kind)
 
@@ -185,7 +147,7 @@ class GgufTensors:
         found = self._file.tensors[own].shape
         if name in self._indices:
             found = found[1:]
-        if own.endswith(_SPLIT):
+        if own.endswith(K_PART):
             found = self._shape_of_both(own)
         if found != tuple(shape):
             raise ValueError(
@@ -195,7 +157,7 @@ class GgufTensors:
 
     def _shape_of_both(self, own: str) -> tuple[int, ...]:
         """Return the shape of the projection of K and V, of which a tensor has the part of K."""
-        tensors, v = self._file.tensors, _v_of(own)
+        tensors, v = self._file.tensors, v_of(own)
         if v not in tensors:
             raise ValueError(f"{self.path} lacks the tensor {v}")
         k_shape, v_shape = tensors[own].shape, tensors[v].shape
@@ -218,38 +180,26 @@ class GgufTensors:
         return "bfloat16" if found <= {"F32", "BF16"} else "float16"
 
 
-def _name(name: str, architecture: str, file: GgufFile) -> str:
+def _name(name: str, family: GgufFamily, file: GgufFile) -> str:
     """Return the name of a tensor in Hugging Face directories."""
     stem, _, kind = name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    whole = gemma.WHOLE_NAMES.get(architecture, {}).get(f"{layer[2]}.{kind}") if layer else None
+    whole = family.whole_names.get(f"{layer[2]}.{kind}") if layer else None
     if layer is not None and whole is not None:
         return f"model.layers.{layer[1]}.{whole}"
     if layer is not None and layer[2] in experts.TENSORS and kind in ("weight", "bias"):
         return experts.tensor_name(layer[1], layer[2], kind)
-    if layer is not None and layer[2] == "attn_sinks":
-        return f"model.layers.{layer[1]}.self_attn.sinks"
     if layer is None:
-        theirs = _MODEL.get(stem)
+        theirs = family.model_tensor(stem)
     else:
-        theirs = _LAYER_OF.get(architecture, _LAYER).get(layer[2])
+        theirs = family.layer_tensor(layer[2])
         theirs = theirs and f"model.layers.{layer[1]}.{theirs}"
     if theirs is None or kind not in ("weight", "bias"):
         raise ValueError(
-            f"{file.path} has the tensor {name}, which models of architecture {architecture} do "
-            "not have"
+            f"{file.path} has the tensor {name}, which models of architecture "
+            f"{family.architecture} do not have"
         )
     return f"{theirs}.{kind}"
-
-
-def _v_of(name: str) -> str:
-    """Return the name of the tensor with the part of V, of one with the part of K."""
-    return name.removesuffix(_SPLIT) + _JOINED
-
-
-def _k_of(name: str) -> str:
-    """Return the name of the tensor with the part of K, of one with the part of V."""
-    return name.removesuffix(_JOINED) + _SPLIT
 
 
 def _halves(rows: np.ndarray, num_heads: int) -> np.ndarray:

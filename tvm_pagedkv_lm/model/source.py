@@ -14,7 +14,6 @@ from ..config.decoder_config import DecoderConfig
 from ..config.json_files import check_content, read_json
 from ..families.pictures import as_stored
 from ..families.registry import config_from_directory
-from ..gguf import GgufModel
 from ..text import added_tokens, tiktoken
 from ..text.added_tokens import add_named_tokens, special_tokens, token_fields
 from ..text.chat import ChatTemplate
@@ -24,6 +23,7 @@ from ..weights.checkpoint import Checkpoint
 from ..weights.content_digest import content_digest
 from ..weights.tensors import Tensors
 from ..weights.weight_files import tensor_begins, weight_files
+from .gguf_model import GgufModel
 from .hub import find_model
 from .included import NAMES, TINY
 

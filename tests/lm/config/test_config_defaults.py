@@ -35,7 +35,7 @@ from ..families.test_moe_families import FAMILIES as WITH_EXPERTS  # noqa: E402
 from .test_models_config import OWN_FIELDS, SHAPE  # noqa: E402
 
 TEXT_MODELS = {
-    model_type: name for name, (model_type, _) in FAMILIES.items() if name.endswith("CausalLM")
+    family.model_type: name for name, family in FAMILIES.items() if name.endswith("CausalLM")
 }
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
 

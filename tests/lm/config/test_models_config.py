@@ -194,7 +194,7 @@ def test_proportional_rotation_is_of_the_whole_head():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_type_will_do(name):
-    model_type, _ = FAMILIES[name]
+    model_type = FAMILIES[name].model_type
     fields = SHAPE | OWN_FIELDS.get(name, {"sliding_window": 32})
     assert config_from_fields(fields | {"model_type": model_type}) == config_of(name, **fields)
 

@@ -13,8 +13,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tvm_pagedkv import LayerSpec  # noqa: E402
-from tvm_pagedkv_lm import DecoderModel, FinishedEvent, SamplingParams, generate  # noqa: E402
-from tvm_pagedkv_lm.families.gemma3n import gemma3n, gemma4  # noqa: E402
+from tvm_pagedkv_lm import (  # noqa: E402
+    DecoderModel,  # noqa: E402
+    FinishedEvent,
+    SamplingParams,
+    generate,
+)
+from tvm_pagedkv_lm.families.gemma3n import gemma3n  # noqa: E402
+from tvm_pagedkv_lm.families.gemma4 import gemma4  # noqa: E402
 from tvm_pagedkv_lm.model.work import Work  # noqa: E402
 from tvm_pagedkv_lm.parallel.parallel import check_shards, check_stages  # noqa: E402
 

@@ -65,8 +65,8 @@ def test_tensors_of_something_else(folder):
     [
         ("llama", "output_norm.bias", "model.norm.bias"),
         ("llama", "output.bias", "lm_head.bias"),
-        ("llama", "altup_proj.weight", "model.altup_projections.0.weight"),
-        ("llama", "per_layer_proj_norm.weight", "model.per_layer_projection_norm.weight"),
+        ("llama", "altup_proj.weight", "altup_proj.weight"),
+        ("llama", "per_layer_proj_norm.weight", "per_layer_proj_norm.weight"),
         ("llama", "blk.0.attn_v_b.weight", "blk.0.attn_v_b.weight"),
         ("qwen3 with experts", "blk.0.ffn_gate_shexp.weight", "shared_experts.gate_proj.weight"),
         ("qwen3 with experts", "blk.0.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.decoder_config import DecoderConfig
+from ..families.gguf_fields import config_fields, gguf_family, num_extra_layers
 from ..families.registry import config_from_fields, with_eos
+from ..gguf.experts import NAMES
+from ..gguf.file import GgufFile
+from ..gguf.metadata import Metadata
+from ..gguf.special_tokens import end_tokens, named_tokens
+from ..gguf.tensors import GgufTensors
+from ..gguf.tokenizer import build_tokenizer
 from ..text.chat import ChatTemplate
 from ..text.sampling_defaults import sampling_defaults
 from ..weights.content_digest import content_digest
-from .experts import NAMES
-from .fields import config_fields, num_extra_layers
-from .file import GgufFile
-from .metadata import Metadata
-from .special_tokens import end_tokens, named_tokens
-from .tensors import GgufTensors
-from .tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -68,7 +68,7 @@ class GgufModel:
             config = replace(config, experts=replace(config.experts, names=NAMES))
         self._tensors = GgufTensors(
             self._file,
-            self._metadata.architecture,
+            gguf_family(self._metadata),
             config.num_heads,
             config.num_kv_heads,
             len(config.layers),

@@ -110,7 +110,7 @@ def with_checkpoints(model: DecoderModel, count: int) -> DecoderModel:
         layer
         if layer.recurrent is None
         else replace(layer, recurrent=replace(layer.recurrent, checkpoint_tokens=count))
-        for layer in model.config.layers
+        for layer in model.config.cache_layers
     )
     other = copy.copy(model)
     other.config = replace(model.config, layers=layers)

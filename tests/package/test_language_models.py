@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "blocks": {"config", "kernels", "weights"},
     "text": {"config"},
     "gguf": {"config", "formats", "text"},
-    "families": {"config", "gguf", "weights"},
+    "families": {"blocks", "config", "gguf", "weights"},
     "model": {"blocks", "config", "families", "formats", "gguf", "kernels", "text", "weights"},
     "parallel": {"blocks", "config", "model", "text"},
     "engine": {"config", "model", "text"},

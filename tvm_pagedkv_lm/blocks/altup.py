@@ -2,19 +2,20 @@
 """Alternating updates (AltUp) and learned residuals (LAuReL), as in Gemma 3n.
 
 A model has several residual streams. A layer predicts all of them, computes the active one, and
-corrects the others by a share of what it changed. See `altup_config.AltUp`.
+corrects the others by a share of what it changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
+from ..config.part import LayerPart
 from ..kernels.rows import row_kernels as kernels
 from ..kernels.rows.stream_kernels import (
     add_to_streams,
@@ -25,17 +26,86 @@ from ..kernels.rows.stream_kernels import (
     stack_streams,
     take_columns,
 )
-from ..weights.weight_parts import Output, Part, Weight, columns, rows, vector
+from ..weights.weight_parts import Output, Part, Weight, Weights, columns, rows, vector
 from .projections import Linear
+
+
+@dataclass(frozen=True)
+class AltUp(LayerPart):
+    """Alternating updates: several residual streams, of which each layer computes one.
+
+    A layer predicts all streams from those before it, computes the active one, and corrects the
+    others by what it changed. It also has a low-rank product beside attention (LAuReL).
+
+    Parameters
+    ----------
+    num_streams : int
+    active : int
+        The stream that layers compute.
+    laurel_rank : int
+        Width of the low-rank product.
+    scales_output : bool
+        Whether the active stream is multiplied by a weight for each feature before it is multiplied
+        with the per-layer inputs.
+    """
+
+    num_streams: int
+    active: int
+    laurel_rank: int
+    scales_output: bool = True
+
+    is_connected = True
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> AltUpLayer:
+        return AltUpLayer(self, config, options, f"{name}.altup")
+
+    def build_laurel(self, config: DecoderConfig, options: BuildOptions, name: str) -> Laurel:
+        """Return the module of the low-rank product."""
+        return Laurel(self, config, options, f"{name}.laurel")
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        width, offset = config.hidden_size, config.norm_offset
+        count, scale = self.num_streams, 1 / width
+        altup, laurel = f"{theirs}.altup", f"{theirs}.laurel"
+        yield vector(
+            f"{ours}.altup.router_norm", f"{altup}.router_norm.weight", width,
+            scale=scale, offset=offset * scale,
+        )  # fmt: skip
+        router = [Output("modality_router", count)]
+        yield from rows(f"{ours}.altup.router", altup, router, width, is_split=False)
+        coefficients = {"prediction": (count**2, count), "correction": (count, count)}
+        for name, matrix in coefficients.items():
+            yield vector(f"{ours}.altup.{name}", f"{altup}.{name}_coefs.weight", *matrix)
+        if self.scales_output:
+            yield vector(f"{ours}.altup.scale", f"{altup}.correct_output_scale", width)
+        left = [Output("linear_left", self.laurel_rank)]
+        yield from rows(f"{ours}.laurel.left", laurel, left, width)
+        right = f"{ours}.laurel.right", f"{laurel}.linear_right"
+        yield from columns(*right, (width, self.laurel_rank))
+        name = f"{laurel}.post_laurel_norm.weight"
+        yield vector(f"{ours}.laurel.norm", name, width, offset=offset)
+
+    def stream_weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        """Yield the name and the source of every weight of `Streams`."""
+        width = config.hidden_size
+        others = range(self.num_streams - 1)
+        parts = tuple(
+            Part(f"{theirs}.altup_projections.{i}.weight", (width, width)) for i in others
+        )
+        yield f"{ours}.project.weight", Weight(parts, True)
+        for i in others:
+            part = Part(f"{theirs}.altup_unembed_projections.{i}.weight", (width, width))
+            yield f"{ours}.unproject.{i}.weight", Weight((part,), True)
 
 
 class Streams(nn.Module):
     """Makes the streams of a model from its embedding, and one row out of them at the end."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
-        assert config.altup is not None
+    def __init__(self, shape: AltUp, config: DecoderConfig, options: BuildOptions, name: str):
         self.config, self.options, width = config, options, config.hidden_size
-        self.count = config.altup.num_streams
+        self.count = shape.num_streams
         self.project = Linear(width, (self.count - 1) * width, options, name=f"{name}.project")
         self.unproject = nn.ModuleList(
             [
@@ -66,9 +136,8 @@ class Streams(nn.Module):
 class AltUpLayer(nn.Module):
     """What AltUp adds to a layer: a prediction before it, and corrections behind it."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
-        assert config.altup is not None
-        self.config, self.options, self.shape = config, options, config.altup
+    def __init__(self, shape: AltUp, config: DecoderConfig, options: BuildOptions, name: str):
+        self.config, self.options, self.shape = config, options, shape
         count, width = self.shape.num_streams, config.hidden_size
         self.router_norm = nn.Parameter((width,), "float32")
         self.router = Linear(width, count, options, out_dtype="float32", name=f"{name}.router")
@@ -115,10 +184,9 @@ class AltUpLayer(nn.Module):
 class Laurel(nn.Module):
     """``(x + y + norm(right(left(y)))) / sqrt(2)`` of the rows x behind attention and y before."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
-        assert config.altup is not None
+    def __init__(self, shape: AltUp, config: DecoderConfig, options: BuildOptions, name: str):
         self.config, self.options = config, options
-        width, rank = config.hidden_size, config.altup.laurel_rank
+        width, rank = config.hidden_size, shape.laurel_rank
         self.left = Linear(width, rank, options, name=f"{name}.left")
         self.right = Linear(rank, width, options, name=f"{name}.right")
         self.norm = nn.Parameter((width,), "float32")
@@ -142,40 +210,3 @@ def _columns(
     out = nn.Tensor.placeholder((x.shape[0], width), options.dtype)
     weights = [] if scale is None else [scale]
     return op.tensor_ir_op(kernel, "take_columns", [x, *weights], out)
-
-
-def stream_weights(config: DecoderConfig, ours: str) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the source of every weight of `Streams`."""
-    assert config.altup is not None
-    theirs, width = config.names.model, config.hidden_size
-    others = range(config.altup.num_streams - 1)
-    parts = tuple(Part(f"{theirs}.altup_projections.{i}.weight", (width, width)) for i in others)
-    yield f"{ours}.project.weight", Weight(parts, True)
-    for i in others:
-        part = Part(f"{theirs}.altup_unembed_projections.{i}.weight", (width, width))
-        yield f"{ours}.unproject.{i}.weight", Weight((part,), True)
-
-
-def altup_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the source of every weight of an `AltUpLayer` and a `Laurel`."""
-    assert config.altup is not None
-    shape, width, offset = config.altup, config.hidden_size, config.norm_offset
-    count, scale = shape.num_streams, 1 / config.hidden_size
-    altup, laurel = f"{theirs}.altup", f"{theirs}.laurel"
-    yield vector(
-        f"{ours}.altup.router_norm", f"{altup}.router_norm.weight", width,
-        scale=scale, offset=offset * scale,
-    )  # fmt: skip
-    router = [Output("modality_router", count)]
-    yield from rows(f"{ours}.altup.router", altup, router, width, is_split=False)
-    coefficients = {"prediction": (count**2, count), "correction": (count, count)}
-    for name, matrix in coefficients.items():
-        yield vector(f"{ours}.altup.{name}", f"{altup}.{name}_coefs.weight", *matrix)
-    if shape.scales_output:
-        yield vector(f"{ours}.altup.scale", f"{altup}.correct_output_scale", width)
-    left = [Output("linear_left", shape.laurel_rank)]
-    yield from rows(f"{ours}.laurel.left", laurel, left, width)
-    right = f"{ours}.laurel.right", f"{laurel}.linear_right"
-    yield from columns(*right, (width, shape.laurel_rank))
-    name = f"{laurel}.post_laurel_norm.weight"
-    yield vector(f"{ours}.laurel.norm", name, width, offset=offset)

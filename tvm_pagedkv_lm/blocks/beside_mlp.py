@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
+from ..config.part import LayerPart
 from ..kernels.rows import row_kernels as kernels
-from ..weights.weight_parts import Weight, vector
-from .moe import MixtureOfExperts, moe_weights
+from ..weights.weight_parts import Weights, vector
+from .moe import MixtureOfExperts
 
 # Our names of the norms, and those in checkpoints.
 _NORMS = {
@@ -22,12 +23,43 @@ _NORMS = {
 }
 
 
-class ExpertsBesideMlp(nn.Module):
-    """``after_mlp(dense) + after(experts(before(x)))``, routed by a norm of x of its own."""
+@dataclass(frozen=True)
+class ExpertsBesideMlp(LayerPart):
+    """``after_mlp(dense) + after(experts(before(x)))``, routed by a norm of x of its own.
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
+    Parameters
+    ----------
+    experts : MixtureOfExperts
+    """
+
+    experts: MixtureOfExperts
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> ExpertsBesideMlpBlock:
+        return ExpertsBesideMlpBlock(self, config, options, name, layer)
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        yield from self.experts.weights(config, f"{ours}.experts", theirs)
+        width = config.hidden_size
+        yield vector(f"{ours}.router_norm", f"{theirs}.router.scale", width, scale=width**-0.5)
+        for name, tensor in _NORMS.items():
+            yield vector(f"{ours}.{name}", f"{theirs}.{tensor}.weight", width)
+
+
+class ExpertsBesideMlpBlock(nn.Module):
+    """The experts, and the norms around them and of the MLP."""
+
+    def __init__(
+        self,
+        part: ExpertsBesideMlp,
+        config: DecoderConfig,
+        options: BuildOptions,
+        name: str,
+        layer: int,
+    ):
         self.config, self.options, width = config, options, config.hidden_size
-        self.experts = MixtureOfExperts(config, options, f"{name}.experts")
+        self.experts = part.experts.build(config, options, f"{name}.experts", layer)
         self.router_norm, self.after_mlp, self.before, self.after = (
             nn.Parameter((width,), "float32") for _ in range(4)
         )
@@ -48,14 +80,3 @@ class ExpertsBesideMlp(nn.Module):
         )  # fmt: skip
         added = [] if residual is None else [residual]
         return op.tensor_ir_op(kernel, "norm", [x, weight, *added], x)
-
-
-def beside_mlp_weights(
-    config: DecoderConfig, ours: str, theirs: str
-) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the source of every weight of an `ExpertsBesideMlp`."""
-    yield from moe_weights(config, f"{ours}.experts", theirs)
-    width = config.hidden_size
-    yield vector(f"{ours}.router_norm", f"{theirs}.router.scale", width, scale=width**-0.5)
-    for name, tensor in _NORMS.items():
-        yield vector(f"{ours}.{name}", f"{theirs}.{tensor}.weight", width)

@@ -6,27 +6,26 @@ Its keys lie in an index lane of the cache, a layer of its own behind that of at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
 from tvm_pagedkv.relax import PagedKVCacheObject
 
 from ..config.decoder_config import DecoderConfig
+from ..config.index_config import IndexConfig
 from ..config.options import BuildOptions
 from ..kernels.rows import row_kernels as kernels
-from ..weights.weight_parts import Output, Weight, rows, vector
+from ..weights.weight_parts import Output, Weights, rows, vector
+from .heads import Heads
 from .projections import Linear
-from .shared_kv import Heads
 
 
 class BlockIndexer(nn.Module):
     """Index heads and a key, each with a norm and a rotation, and the choice by the cache."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: int, name: str):
-        assert config.indexer is not None and config.indexer.blocks is not None
-        self.shape, self.blocks = config.indexer, config.indexer.blocks
+    def __init__(self, shape: IndexConfig, config: DecoderConfig, options: BuildOptions, name: str):
+        assert shape.blocks is not None
+        self.shape, self.blocks = shape, shape.blocks
         if self.blocks.size % options.page_size:
             raise ValueError(
                 f"page_size must divide the blocks of {self.blocks.size} positions that the model "
@@ -38,7 +37,7 @@ class BlockIndexer(nn.Module):
             config.hidden_size, (self.shape.num_heads + 1) * dim, options, name=f"{name}.qk_proj"
         )
         self.q_weight, self.k_weight = (nn.Parameter((dim,), "float32") for _ in range(2))
-        self.heads = Heads(dim, config.layers_of(layer)[1].rope, options)
+        self.heads = Heads(dim, shape.rope, options)
 
     def forward(self, x: nn.Tensor, cache: PagedKVCacheObject, layer: int) -> nn.Tensor:
         """Append the keys of this step to an index lane, and return what each row chooses."""
@@ -56,11 +55,12 @@ class BlockIndexer(nn.Module):
 
 
 def block_indexer_weights(
-    config: DecoderConfig, ours: str, theirs: str
-) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the source of every weight of an indexer of an attention layer."""
-    assert config.indexer is not None
-    shape, prefix = config.indexer, config.names.index
+    shape: IndexConfig, config: DecoderConfig, ours: str, theirs: str, prefix: str
+) -> Weights:
+    """Yield the name and the source of every weight of an indexer of an attention layer.
+
+    Names of its tensors begin with `prefix` below `theirs`, the attention.
+    """
     outputs = [
         Output(f"{prefix}q_proj", shape.num_heads * shape.dim),
         Output(f"{prefix}k_proj", shape.dim),

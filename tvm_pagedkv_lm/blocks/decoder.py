@@ -15,11 +15,13 @@ from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..kernels.linear.packed import look_up, packed_matrix
 from ..kernels.rows import row_kernels as kernels
-from .altup import Streams
-from .blocks import Block, Norm
-from .per_layer import PerLayerEmbedding
+from ..weights.weight_parts import Part, Weight, Weights
+from .altup import AltUp, Streams
+from .decoder_layer import DecoderLayer, layer_weights
+from .norm import Norm, norm_weight
+from .per_layer import PerLayerEmbedding, PerLayerInputs
 from .projections import Linear
-from .shared_kv import StepRows
+from .step_rows import StepRows
 
 
 class Decoder(nn.Module):
@@ -39,15 +41,19 @@ class Decoder(nn.Module):
         size, width = config.vocab_size, config.hidden_size
         self.vocabulary = packed_matrix("embed_tokens", size, width, options)
         own = options.layers_of(config)
-        self.first_layer = own.start * config.layers_per_block
+        self.cache_indices = [config.cache_index(layer) for layer in own]
         self.layers = nn.ModuleList(
-            [Block(config, options, f"layers.{index}", layer) for index, layer in enumerate(own)]
+            [
+                DecoderLayer(config, options, f"layers.{index}", layer)
+                for index, layer in enumerate(own)
+            ]
         )
         self.per_layer = self.streams = None
-        if config.per_layer_inputs is not None:
-            self.per_layer = PerLayerEmbedding(config, options, "per_layer")
-        if config.altup is not None:
-            self.streams = Streams(config, options, "streams")
+        inputs, altup = config.find(PerLayerInputs), config.find(AltUp)
+        if inputs is not None:
+            self.per_layer = PerLayerEmbedding(inputs, config, options, "per_layer")
+        if altup is not None:
+            self.streams = Streams(altup, config, options, "streams")
         if options.is_last:
             self.norm = Norm(config, options)
             self.lm_head = Linear(width, size, options, out_dtype="float32", name="lm_head")
@@ -71,12 +77,12 @@ class Decoder(nn.Module):
             x = self.per_layer.hidden(x)
         if self.streams is not None:
             x = self.streams.stack(x)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cache, self.first_layer + index * self.config.layers_per_block, step)
+        for index, layer in zip(self.cache_indices, self.layers, strict=True):
+            x = layer(x, cache, index, step)
         return x
 
     def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
-        options, width = self.options, self.config.stream_width
+        options, width = self.options, stream_width(self.config)
         kernel = kernels.take_rows(width, options.dtype, options.vector)
         hidden = self._hidden(x, cache, is_decode=False)
         out = nn.Tensor.placeholder((rows.shape[0], width), options.dtype)
@@ -97,10 +103,45 @@ class Decoder(nn.Module):
         return op.tensor_ir_op(kernel, "soft_cap", [logits], out)
 
 
+def row_width(config: DecoderConfig) -> int:
+    """Return the width of the rows that layers take: hidden features, and inputs of each layer."""
+    inputs = config.find(PerLayerInputs)
+    return config.hidden_size + (0 if inputs is None else inputs.all_widths(config))
+
+
+def stream_width(config: DecoderConfig) -> int:
+    """Return the width of the rows between layers, which have all streams."""
+    altup = config.find(AltUp)
+    return config.hidden_size * (1 if altup is None else altup.num_streams)
+
+
+def weights(config: DecoderConfig, layers: range) -> Weights:
+    """Yield the name and the source of every weight of these layers of a `Decoder`."""
+    names, size = config.names, (config.vocab_size, config.hidden_size)
+    embedding = Weight((Part(f"{names.model}.{names.embedding}.weight", size),), True)
+    yield "embed_tokens", embedding
+    yield (
+        "lm_head.weight",
+        embedding
+        if config.tied_embeddings
+        else Weight((Part(f"{names.lm_head}.weight", size),), True),
+    )
+    inputs, altup = config.find(PerLayerInputs), config.find(AltUp)
+    if inputs is not None:
+        yield from inputs.embedding_weights(config, "per_layer", names.model)
+    if altup is not None:
+        yield from altup.stream_weights(config, "streams", names.model)
+    for index, layer in enumerate(layers):
+        theirs = f"{names.model}.layers.{layer}"
+        yield from layer_weights(config, config.layers[layer], f"layers.{index}", theirs)
+    final = f"{names.model}.{names.final_norm}"
+    yield norm_weight(config, "norm.weight", final, scale=config.logit_scale)
+
+
 def build_module(config: DecoderConfig, options: BuildOptions) -> tvm.IRModule:
     """Return the model as an IRModule whose functions take the weights as one packed argument."""
     packed = {"param_mode": "packed", "effect_mode": "none"}
-    x = spec.Tensor(["n", config.row_width], options.dtype)
+    x = spec.Tensor(["n", row_width(config)], options.dtype)
     cache = spec.Object(object_type=PagedKVCacheObject)
     functions = {}
     if options.is_first:

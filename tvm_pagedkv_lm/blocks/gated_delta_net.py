@@ -3,25 +3,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from tvm_pagedkv.config import LayerSpec, RecurrentConfig
+from tvm_pagedkv.config import RecurrentConfig
 from tvm_pagedkv.relax import PagedKVCacheObject
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..kernels.rows.state_kernels import delta_inputs, gated_norm
-from ..weights.weight_parts import Output, Weight, channels, columns, rows, slices, vector
+from ..weights.weight_parts import Output, Weights, channels, columns, rows, slices, vector
+from .mixers import Mixer, share_of
 from .projections import Linear, SplitLinear
 
 
-class GatedDeltaNet(nn.Module):
+@dataclass(frozen=True)
+class GatedDeltaNet(Mixer):
+    """A gated delta rule, as in Qwen3-Next and Qwen3.5.
+
+    Parameters
+    ----------
+    spec, block, output_scale
+        As for `Mixer`.
+    fused : (str, str), optional
+        One tensor for Q, K, V and the gate, and one for rates and decays, both with the rows of one
+        head of K after another. None: they have four tensors.
+    """
+
+    fused: tuple[str, str] | None = None
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> GatedDeltaNetBlock:
+        return GatedDeltaNetBlock(self, config, options, name)
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        theirs = f"{theirs}.{self.block}"
+        assert self.spec.recurrent is not None and self.spec.conv is not None
+        spec, conv, hidden = self.spec.recurrent, self.spec.conv, config.hidden_size
+        num_heads, v_width = spec.num_heads, spec.num_heads * spec.value_dim
+        qkv, z, gates = _projections(spec, self.fused)
+        yield from rows(f"{ours}.qkv", theirs, qkv, hidden)
+        yield from rows(f"{ours}.z", theirs, z, hidden)
+        yield from rows(f"{ours}.gates", theirs, gates, hidden)
+        yield from channels(
+            f"{ours}.conv", theirs, _heads("conv1d", spec), conv.width, bias=conv.has_bias
+        )
+        yield vector(f"{ours}.a_log", f"{theirs}.A_log", num_heads, split="rows")
+        yield vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", num_heads, split="rows")
+        yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", spec.value_dim)
+        out = f"{ours}.out_proj", f"{theirs}.out_proj", (hidden, v_width)
+        yield from columns(*out, scale=self.output_scale)
+
+
+class GatedDeltaNetBlock(nn.Module):
     """A gated delta rule over convolved Q, K and V, then a norm of each head times a gate."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
+    def __init__(
+        self, part: GatedDeltaNet, config: DecoderConfig, options: BuildOptions, name: str
+    ):
+        layer = share_of(part.spec, options.num_shards)
         assert layer.recurrent is not None and layer.conv is not None
         spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
         self.spec, self.options, self.epsilon = spec, options, config.norm_eps
@@ -62,27 +105,6 @@ class GatedDeltaNet(nn.Module):
         out = op.reshape(out, (n, self.v_width))
         gated = op.tensor_ir_op(norm, "gated_norm", [out, self.z(x), self.norm_weight], rows)
         return self.out_proj(gated, residual)
-
-    @staticmethod
-    def weights(
-        config: DecoderConfig, layer: LayerSpec, ours: str, theirs: str
-    ) -> Iterator[tuple[str, Weight]]:
-        """Yield the name and the source of every weight."""
-        assert layer.recurrent is not None and layer.conv is not None
-        spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
-        num_heads, v_width = spec.num_heads, spec.num_heads * spec.value_dim
-        qkv, z, gates = _projections(spec, config.names.fused_delta_net)
-        yield from rows(f"{ours}.qkv", theirs, qkv, hidden)
-        yield from rows(f"{ours}.z", theirs, z, hidden)
-        yield from rows(f"{ours}.gates", theirs, gates, hidden)
-        yield from channels(
-            f"{ours}.conv", theirs, _heads("conv1d", spec), conv.width, bias=conv.has_bias
-        )
-        yield vector(f"{ours}.a_log", f"{theirs}.A_log", num_heads, split="rows")
-        yield vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", num_heads, split="rows")
-        yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", spec.value_dim)
-        out = f"{ours}.out_proj", f"{theirs}.out_proj", (hidden, v_width)
-        yield from columns(*out, scale=config.scales.mixer)
 
 
 def _heads(name: str, spec: RecurrentConfig) -> list[Output]:

@@ -6,8 +6,6 @@ Its keys lie in an index lane of the cache, a layer of its own behind that of at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
@@ -15,9 +13,11 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.relax import PagedKVCacheObject
 
 from ..config.decoder_config import DecoderConfig
+from ..config.index_config import IndexConfig
+from ..config.latent_config import Latent
 from ..config.options import BuildOptions
 from ..kernels.rows.index_kernels import index_keys, index_queries
-from ..weights.weight_parts import Output, Part, Weight, rows
+from ..weights.weight_parts import Output, Part, Weight, Weights, rows
 from .projections import Linear
 
 NORM_EPSILON = 1e-6
@@ -26,11 +26,18 @@ NORM_EPSILON = 1e-6
 class Indexer(nn.Module):
     """The projections of keys, index heads and their weights, and the choice by the cache."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, rope: RopeSpec, name: str):
-        assert config.indexer is not None and config.latent is not None
-        shape, hidden = config.indexer, config.hidden_size
+    def __init__(
+        self,
+        shape: IndexConfig,
+        latent: Latent,
+        config: DecoderConfig,
+        options: BuildOptions,
+        rope: RopeSpec,
+        name: str,
+    ):
+        hidden = config.hidden_size
         self.shape, self.rope, self.options = shape, rope, options
-        q_width = config.latent.q_rank or hidden
+        q_width = latent.q_rank or hidden
         self.keys = Linear(hidden, shape.dim, options, name=f"{name}.keys")
         self.queries = Linear(q_width, shape.num_heads * shape.dim, options, name=f"{name}.queries")
         self.head_weights = Linear(
@@ -62,11 +69,11 @@ class Indexer(nn.Module):
         return cache.index_top_k(layer, q, self.head_weights(x), shape.num_chosen, scale)
 
 
-def indexer_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
+def indexer_weights(
+    shape: IndexConfig, latent: Latent, config: DecoderConfig, ours: str, theirs: str
+) -> Weights:
     """Yield the name and the source of every weight of an indexer."""
-    assert config.indexer is not None and config.latent is not None
-    shape, hidden = config.indexer, config.hidden_size
-    rotated, heads = config.latent.rope_dim, shape.num_heads
+    hidden, rotated, heads = config.hidden_size, latent.rope_dim, shape.num_heads
     paired = rotated if shape.is_interleaved else 0
     begins = [(0, rotated, paired), (rotated, shape.dim, 0)]
     begins = [each for each in begins if each[0] < each[1]]
@@ -78,7 +85,7 @@ def indexer_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[t
         ]
 
     yield from rows(f"{ours}.keys", theirs, outputs("wk", 1), hidden)
-    q_width = config.latent.q_rank or hidden
+    q_width = latent.q_rank or hidden
     yield from rows(f"{ours}.queries", theirs, outputs("wq_b", heads), q_width)
     yield from rows(f"{ours}.head_weights", theirs, [Output("weights_proj", heads)], hidden)
     for kind in ("weight", "bias"):

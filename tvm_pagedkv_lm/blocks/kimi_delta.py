@@ -3,29 +3,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from tvm_pagedkv.config import LayerSpec
 from tvm_pagedkv.relax import PagedKVCacheObject
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..kernels.rows.channel_decay import kimi_inputs
 from ..kernels.rows.state_kernels import gated_norm
-from ..weights.weight_parts import Output, Weight, channels, columns, rows, vector
+from ..weights.weight_parts import Output, Weights, channels, columns, rows, vector
+from .mixers import Mixer, share_of
 from .projections import Linear, SplitLinear
 
 
-class KimiDelta(nn.Module):
+@dataclass(frozen=True)
+class KimiDelta(Mixer):
+    """A delta rule whose channels decay by themselves, as in Kimi Linear."""
+
+    @property
+    def whole_because(self) -> str | None:
+        return "workers do not share delta nets whose channels decay by themselves (Kimi Linear)"
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> KimiDeltaBlock:
+        return KimiDeltaBlock(self, config, options, name)
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        theirs = f"{theirs}.{self.block}"
+        assert self.spec.recurrent is not None and self.spec.conv is not None
+        spec, conv, hidden = self.spec.recurrent, self.spec.conv, config.hidden_size
+        heads, rank, width = spec.num_heads, spec.key_dim, spec.num_heads * spec.key_dim
+        qkv = [Output(f"{name}_proj", width) for name in "qkv"]
+        yield from rows(f"{ours}.qkv", theirs, qkv, hidden)
+        yield from rows(f"{ours}.rates", theirs, [Output("b_proj", heads)], hidden)
+        for name, tensor in (("decay", "f"), ("gate", "g")):
+            down, up = Output(f"{tensor}_a_proj", rank), Output(f"{tensor}_b_proj", width)
+            yield from rows(f"{ours}.{name}_down", theirs, [down], hidden, is_split=False)
+            yield from rows(f"{ours}.{name}_up", theirs, [up], rank)
+        convolved = [Output(f"{name}_conv1d", width) for name in "qkv"]
+        yield from channels(f"{ours}.conv", theirs, convolved, conv.width, bias=conv.has_bias)
+        yield vector(f"{ours}.a_log", f"{theirs}.A_log", 1, 1, heads, 1)
+        yield vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", width, split="rows")
+        yield vector(f"{ours}.norm_weight", f"{theirs}.o_norm.weight", spec.value_dim)
+        out = f"{theirs}.o_proj"
+        yield from columns(f"{ours}.o_proj", out, (hidden, width), scale=self.output_scale)
+
+
+class KimiDeltaBlock(nn.Module):
     """A delta rule whose channels decay by themselves, then a norm of each head times a gate.
 
     Decays and the gate have projections of low rank.
     """
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
+    def __init__(self, part: KimiDelta, config: DecoderConfig, options: BuildOptions, name: str):
+        layer = share_of(part.spec, options.num_shards)
         assert layer.recurrent is not None and layer.conv is not None
         spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
         self.spec, self.options, self.epsilon = spec, options, config.norm_eps
@@ -76,26 +111,3 @@ class KimiDelta(nn.Module):
         inputs = [op.reshape(out, (n, self.width)), gate, self.norm_weight]
         gated = op.tensor_ir_op(norm, "gated_norm", inputs, placeholder((n, self.width), dtype))
         return self.o_proj(gated, residual)
-
-    @staticmethod
-    def weights(
-        config: DecoderConfig, layer: LayerSpec, ours: str, theirs: str
-    ) -> Iterator[tuple[str, Weight]]:
-        """Yield the name and the source of every weight."""
-        assert layer.recurrent is not None and layer.conv is not None
-        spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
-        heads, rank, width = spec.num_heads, spec.key_dim, spec.num_heads * spec.key_dim
-        qkv = [Output(f"{name}_proj", width) for name in "qkv"]
-        yield from rows(f"{ours}.qkv", theirs, qkv, hidden)
-        yield from rows(f"{ours}.rates", theirs, [Output("b_proj", heads)], hidden)
-        for name, tensor in (("decay", "f"), ("gate", "g")):
-            down, up = Output(f"{tensor}_a_proj", rank), Output(f"{tensor}_b_proj", width)
-            yield from rows(f"{ours}.{name}_down", theirs, [down], hidden, is_split=False)
-            yield from rows(f"{ours}.{name}_up", theirs, [up], rank)
-        convolved = [Output(f"{name}_conv1d", width) for name in "qkv"]
-        yield from channels(f"{ours}.conv", theirs, convolved, conv.width, bias=conv.has_bias)
-        yield vector(f"{ours}.a_log", f"{theirs}.A_log", 1, 1, heads, 1)
-        yield vector(f"{ours}.dt_bias", f"{theirs}.dt_bias", width, split="rows")
-        yield vector(f"{ours}.norm_weight", f"{theirs}.o_norm.weight", spec.value_dim)
-        out = f"{theirs}.{config.names.attention_output}"
-        yield from columns(f"{ours}.o_proj", out, (hidden, width), scale=config.scales.mixer)

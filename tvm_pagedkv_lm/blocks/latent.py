@@ -9,11 +9,12 @@ cache are K and V as they are. Both results are merged in the space of V.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
+from tir_kernels.codec import Codec, CodecPair
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.config import LayerSpec, RopeConfig
 from tvm_pagedkv.relax import PagedKVCacheObject
@@ -21,42 +22,102 @@ from tvm_pagedkv.relax import PagedKVCacheObject
 from ..config.decoder_config import DecoderConfig
 from ..config.latent_config import Latent
 from ..config.options import BuildOptions
+from ..config.part import AttentionPart
 from ..kernels.linear.head_linear import HeadLinear
 from ..kernels.rows import row_kernels as kernels
 from ..kernels.rows.latent_kernels import latent_keys, latent_queries, latent_rows, merge_states
-from ..weights.weight_parts import Output, Part, Weight, columns, rows, vector
+from ..weights.weight_parts import Output, Part, Weight, Weights, columns, rows, vector
 from .projections import Linear, SplitLinear
-from .shared_kv import StepRows
+from .step_rows import StepRows
 
+BLOCK = "self_attn"  # of the tensors in a layer
 NORM_EPSILON = 1e-6  # of compressed Q, K and V, whatever the norms of layers have
+
+
+@dataclass(frozen=True)
+class LatentAttention(AttentionPart):
+    """Attention of all heads to one row for each position.
+
+    Parameters
+    ----------
+    num_heads : int
+    shape : Latent
+        The widths.
+    spec : LayerSpec
+        The layer of the cache, by whose rotation the model rotates.
+    scale : float
+        Factor on the attention logits.
+    down_bias, o_bias : bool
+        Whether the projections to the compressed Q, K and V, and the last one, have biases.
+    """
+
+    num_heads: int
+    shape: Latent
+    spec: LayerSpec
+    scale: float
+    down_bias: bool = False
+    o_bias: bool = False
+
+    @property
+    def cache_layers(self) -> tuple[LayerSpec, ...]:
+        return (self.spec,)
+
+    @property
+    def pages(self) -> LayerSpec:
+        return self.spec
+
+    @property
+    def product_width(self) -> int:
+        return (self.shape.width + self.shape.rank) * self.num_heads // 2  # absorbed
+
+    def position_bytes(self, itemsize: int, codec: Codec | CodecPair | None) -> int:
+        width = self.shape.width
+        if codec is None:
+            return width * itemsize
+        return codec.k.row_bytes(width) + codec.k.scale_bytes(width, self.shape.rank)
+
+    @property
+    def whole_because(self) -> str | None:
+        return "workers do not share latent attention (MLA), whose rows all heads read"
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> LatentProjections:
+        return LatentAttentionBlock(self, config, options, name)
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        theirs = f"{theirs}.{BLOCK}"
+        yield from projection_weights(self, config, ours, theirs)
+        yield f"{ours}.k_up.weight", _of_heads(self, theirs, 0, self.shape.nope_dim)
 
 
 class LatentProjections(nn.Module):
     """The projections around absorbed attention to latent rows."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
-        assert config.latent is not None
-        shape, heads, hidden = config.latent, config.num_heads, config.hidden_size
+    def __init__(
+        self, part: LatentAttention, config: DecoderConfig, options: BuildOptions, name: str
+    ):
+        shape, heads, hidden = part.shape, part.num_heads, config.hidden_size
         self.shape, self.num_heads, self.options = shape, heads, options
-        self.scale, self.rope = config.sm_scale, _rope_spec(layer.rope or RopeConfig(), shape)
+        self.scale, self.rope = part.scale, _rope_spec(part.spec.rope or RopeConfig(), shape)
 
         def linear(width: int, out: int, part: str, bias: bool = False) -> Linear:
             return Linear(width, out, options, bias, name=f"{name}.{part}")
 
         self.q_down = self.q_norm = None
         if shape.q_rank is not None:
-            self.q_down = linear(hidden, shape.q_rank, "q_down", config.qkv_bias)
+            self.q_down = linear(hidden, shape.q_rank, "q_down", part.down_bias)
             self.q_norm = nn.Parameter((shape.q_rank,), "float32")
         q_width = shape.q_rank or hidden
         self.q_nope = linear(q_width, heads * shape.nope_dim, "q_nope")
         self.q_rope = linear(q_width, heads * shape.rope_dim, "q_rope")
-        self.kv_down = linear(hidden, shape.width, "kv_down", config.qkv_bias)
+        self.kv_down = linear(hidden, shape.width, "kv_down", part.down_bias)
         self.kv_norm = nn.Parameter((shape.rank,), "float32")
 
         self.v_up = HeadLinear(heads, shape.rank, shape.v_dim, options, f"{name}.v_up")
         self.q_absorb = HeadLinear(heads, shape.nope_dim, shape.rank, options, f"{name}.q_absorb")
         self.o_proj = SplitLinear(
-            heads * shape.v_dim, hidden, options, config.o_bias, name=f"{name}.o_proj"
+            heads * shape.v_dim, hidden, options, part.o_bias, name=f"{name}.o_proj"
         )
 
     def rows(self, x: nn.Tensor, positions: nn.Tensor) -> list[nn.Tensor]:
@@ -98,11 +159,13 @@ class LatentProjections(nn.Module):
         return list(op.tensor_ir_op(kernel, "latent_queries", inputs, outs))
 
 
-class LatentAttention(LatentProjections):
+class LatentAttentionBlock(LatentProjections):
     """Attention to all positions: to the rows of this step by heads, and to the past absorbed."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
-        super().__init__(config, options, layer, name)
+    def __init__(
+        self, part: LatentAttention, config: DecoderConfig, options: BuildOptions, name: str
+    ):
+        super().__init__(part, config, options, name)
         shape = self.shape
         self.k_up = HeadLinear(self.num_heads, shape.rank, shape.nope_dim, options, f"{name}.k_up")
 
@@ -153,25 +216,17 @@ def _rope_spec(rope: RopeConfig, shape: Latent) -> RopeSpec | None:
     return RopeSpec(rope.theta, rope.scale, shape.rope_dim, rope.scaling)
 
 
-def latent_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the source of every weight of `LatentAttention`."""
-    assert config.latent is not None
-    yield from projection_weights(config, ours, theirs)
-    yield f"{ours}.k_up.weight", _of_heads(config, theirs, 0, config.latent.nope_dim)
-
-
 def projection_weights(
-    config: DecoderConfig, ours: str, theirs: str
-) -> Iterator[tuple[str, Weight]]:
+    part: LatentAttention, config: DecoderConfig, ours: str, theirs: str
+) -> Weights:
     """Yield the name and the source of every weight of `LatentProjections`."""
-    assert config.latent is not None
-    shape, heads, hidden = config.latent, config.num_heads, config.hidden_size
+    shape, heads, hidden = part.shape, part.num_heads, config.hidden_size
     paired = shape.rope_dim if shape.is_interleaved else 0
     name, width = "q_proj", hidden
     if shape.q_rank is not None:
         name, width = "q_b_proj", shape.q_rank
         down = [Output("q_a_proj", shape.q_rank)]
-        yield from rows(f"{ours}.q_down", theirs, down, hidden, bias=config.qkv_bias)
+        yield from rows(f"{ours}.q_down", theirs, down, hidden, bias=part.down_bias)
         yield vector(f"{ours}.q_norm", f"{theirs}.q_a_layernorm.weight", shape.q_rank)
     nope = Output(name, heads * shape.nope_dim, 0, shape.qk_dim, heads)
     rotated = Output(
@@ -184,21 +239,20 @@ def projection_weights(
         Output(name, shape.rank, 0, shape.width),
         Output(name, shape.rope_dim, shape.rank, shape.width, paired=paired),
     ]
-    yield from rows(f"{ours}.kv_down", theirs, down, hidden, bias=config.qkv_bias)
+    yield from rows(f"{ours}.kv_down", theirs, down, hidden, bias=part.down_bias)
     yield vector(f"{ours}.kv_norm", f"{theirs}.kv_a_layernorm.weight", shape.rank)
-    yield f"{ours}.v_up.weight", _of_heads(config, theirs, shape.nope_dim, shape.v_dim)
-    absorbed = _of_heads(config, theirs, 0, shape.nope_dim, as_columns=True)
+    yield f"{ours}.v_up.weight", _of_heads(part, theirs, shape.nope_dim, shape.v_dim)
+    absorbed = _of_heads(part, theirs, 0, shape.nope_dim, as_columns=True)
     yield f"{ours}.q_absorb.weight", absorbed
-    out = f"{ours}.o_proj", f"{theirs}.{config.names.attention_output}"
-    yield from columns(*out, (hidden, heads * shape.v_dim), bias=config.o_bias)
+    out = f"{ours}.o_proj", f"{theirs}.o_proj"
+    yield from columns(*out, (hidden, heads * shape.v_dim), bias=part.o_bias)
 
 
 def _of_heads(
-    config: DecoderConfig, theirs: str, begin: int, count: int, *, as_columns: bool = False
+    part: LatentAttention, theirs: str, begin: int, count: int, *, as_columns: bool = False
 ) -> Weight:
     """Return a matrix for each head: some rows of what K and V of the head are projected with."""
-    assert config.latent is not None
-    shape, heads = config.latent, config.num_heads
+    shape, heads = part.shape, part.num_heads
     of_head = shape.nope_dim + shape.v_dim
     whole = (heads * of_head, shape.rank)
     starts = (head * of_head + begin for head in range(heads))

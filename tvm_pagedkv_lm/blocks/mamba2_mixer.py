@@ -1,35 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Mamba2Mixer`: the recurrent layers of Mamba2, Falcon-H1 and Granite 4 H."""
+"""`Mamba2`: the recurrent layers of Mamba2, Falcon-H1 and Granite 4 H."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from tvm_pagedkv.config import LayerSpec, RecurrentConfig
+from tvm_pagedkv.config import RecurrentConfig
 from tvm_pagedkv.relax import PagedKVCacheObject
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..kernels.rows.shared_norm import shared_norm
 from ..kernels.rows.state_kernels import gated_norm, mamba2_inputs
-from ..weights.weight_parts import Output, Weight, channels, columns, rows, slices, vector
+from ..weights.weight_parts import Output, Weights, channels, columns, rows, slices, vector
+from .mixers import Mixer, share_of
 from .projections import Linear, SplitLinear
 
 
-class Mamba2Mixer(nn.Module):
+@dataclass(frozen=True)
+class Mamba2(Mixer):
+    """A state-space recurrence, as in Mamba2, Falcon-H1 and Granite 4 H.
+
+    Parameters
+    ----------
+    spec, block, output_scale
+        As for `Mixer`.
+    norm : {"gate_first", "gate_last"}, optional
+        The RMS norm of the output, which applies after or before the gate; None: the gate alone.
+    time_step_limit : (float, float)
+        Bounds of the time step.
+    in_bias, out_bias : bool
+        Whether the projections have biases.
+    in_scales : tuple of 5 floats
+        Factors on the gate, x, B, C and the time step, before the convolution.
+    """
+
+    norm: str | None = "gate_first"
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    in_bias: bool = False
+    out_bias: bool = False
+    in_scales: tuple[float, ...] = (1.0,) * 5
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> Mamba2Block:
+        return Mamba2Block(self, config, options, name)
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        theirs = f"{theirs}.{self.block}"
+        assert self.spec.recurrent is not None and self.spec.conv is not None
+        spec, conv, hidden = self.spec.recurrent, self.spec.conv, config.hidden_size
+        num_heads, width = spec.num_heads, spec.num_heads * spec.value_dim
+        key_width = spec.num_key_heads * spec.key_dim
+        widths = (width, width, key_width, key_width, num_heads)
+        z, *xbc, dt = slices("in_proj", *widths, scales=self.in_scales)
+        xbc = _for_workers(xbc, spec)
+        for name, outputs in (("z", [z]), ("xbc", xbc), ("gates", [dt])):
+            yield from rows(f"{ours}.{name}", theirs, outputs, hidden, bias=self.in_bias)
+        convolved = _for_workers(slices("conv1d", width, key_width, key_width), spec)
+        yield from channels(f"{ours}.conv", theirs, convolved, conv.width, bias=conv.has_bias)
+        for name, tensor in (("a_log", "A_log"), ("dt_bias", "dt_bias"), ("d", "D")):
+            yield vector(f"{ours}.{name}", f"{theirs}.{tensor}", num_heads, split="rows")
+        if self.norm:
+            yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", width, split="rows")
+        yield from columns(
+            f"{ours}.out_proj",
+            f"{theirs}.out_proj",
+            (hidden, width),
+            bias=self.out_bias,
+            scale=self.output_scale,
+        )
+
+
+class Mamba2Block(nn.Module):
     """A state-space recurrence over convolved x, B and C, then a gate and a norm."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
+    def __init__(self, part: Mamba2, config: DecoderConfig, options: BuildOptions, name: str):
+        layer = share_of(part.spec, options.num_shards)
         assert layer.recurrent is not None and layer.conv is not None
         spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
-        self.spec, self.options, self.own = spec, options, config.mamba2
+        self.spec, self.options, self.own = spec, options, part
         self.epsilon, self.channels = config.norm_eps, conv.channels
         self.width = spec.num_heads * spec.value_dim
-        self.norm_spans_workers = bool(self.own.norm) and _divides_a_group(config, options)
-        in_bias, out_bias = self.own.in_bias, self.own.out_bias
+        self.norm_spans_workers = bool(part.norm) and _divides_a_group(part, options)
+        in_bias, out_bias = part.in_bias, part.out_bias
         self.z = Linear(hidden, self.width, options, in_bias, name=f"{name}.z")
         self.xbc = Linear(hidden, conv.channels, options, in_bias, name=f"{name}.xbc")
         self.gates = Linear(
@@ -86,39 +145,11 @@ class Mamba2Mixer(nn.Module):
         rows = nn.Tensor.placeholder((out.shape[0], self.width), dtype)
         return op.tensor_ir_op(norm, "gated_norm", inputs, rows)
 
-    @staticmethod
-    def weights(
-        config: DecoderConfig, layer: LayerSpec, ours: str, theirs: str
-    ) -> Iterator[tuple[str, Weight]]:
-        """Yield the name and the source of every weight."""
-        assert layer.recurrent is not None and layer.conv is not None
-        spec, conv, hidden, own = layer.recurrent, layer.conv, config.hidden_size, config.mamba2
-        num_heads, width = spec.num_heads, spec.num_heads * spec.value_dim
-        key_width = spec.num_key_heads * spec.key_dim
-        widths = (width, width, key_width, key_width, num_heads)
-        z, *xbc, dt = slices("in_proj", *widths, scales=own.in_scales)
-        xbc = _for_workers(xbc, spec)
-        for name, outputs in (("z", [z]), ("xbc", xbc), ("gates", [dt])):
-            yield from rows(f"{ours}.{name}", theirs, outputs, hidden, bias=own.in_bias)
-        convolved = _for_workers(slices("conv1d", width, key_width, key_width), spec)
-        yield from channels(f"{ours}.conv", theirs, convolved, conv.width, bias=conv.has_bias)
-        for name, tensor in (("a_log", "A_log"), ("dt_bias", "dt_bias"), ("d", "D")):
-            yield vector(f"{ours}.{name}", f"{theirs}.{tensor}", num_heads, split="rows")
-        if own.norm:
-            yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", width, split="rows")
-        yield from columns(
-            f"{ours}.out_proj",
-            f"{theirs}.out_proj",
-            (hidden, width),
-            bias=own.out_bias,
-            scale=config.scales.mixer,
-        )
 
-
-def _divides_a_group(config: DecoderConfig, options: BuildOptions) -> bool:
+def _divides_a_group(part: Mamba2, options: BuildOptions) -> bool:
     """Whether workers divide the heads of a single group of B and C, which a norm spans."""
-    states = [layer.recurrent for layer in config.layers if layer.recurrent is not None]
-    return options.num_shards > 1 and any(state.num_key_heads == 1 for state in states)
+    assert part.spec.recurrent is not None
+    return options.num_shards > 1 and part.spec.recurrent.num_key_heads == 1
 
 
 def _for_workers(xbc: Sequence[Output], spec: RecurrentConfig) -> list[Output]:

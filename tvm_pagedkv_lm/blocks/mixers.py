@@ -1,37 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixers of layers that keep a state: which block a layer has in place of attention."""
+"""`Mixer`: the parts of layers that keep a state in place of K and V."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tvm_pagedkv.config import LayerSpec
 
-from ..config.decoder_config import DecoderConfig
-from .gated_delta_net import GatedDeltaNet
-from .kimi_delta import KimiDelta
-from .mamba2_mixer import Mamba2Mixer
-from .short_conv import ShortConv
-
-Mixer = GatedDeltaNet | KimiDelta | Mamba2Mixer | ShortConv
-
-_BY_RULE: dict[str, type[GatedDeltaNet] | type[KimiDelta] | type[Mamba2Mixer]] = {
-    "gated_delta": GatedDeltaNet,
-    "kda": KimiDelta,
-    "mamba2": Mamba2Mixer,
-}
+from ..config.part import LayerPart
 
 
-def mixer_of(layer: LayerSpec) -> type[Mixer]:
-    """Return the block of a layer that keeps no K and V; a ValueError if there is none."""
-    if layer.recurrent is None:
-        if layer.conv is None:
-            raise ValueError(f"no block for a layer of kind {layer.kind!r}")
-        return ShortConv
-    rule = layer.recurrent.rule
-    if rule not in _BY_RULE:
-        raise ValueError(f"no block for a recurrence of rule {rule!r}")
-    return _BY_RULE[rule]
+@dataclass(frozen=True)
+class Mixer(LayerPart):
+    """A recurrence or a convolution.
+
+    Parameters
+    ----------
+    spec : LayerSpec
+        The state and the convolution.
+    block : str
+        The part of a layer that has its tensors in checkpoints.
+    output_scale : float
+        Factor on the output, by which the weights of the last projection are multiplied on loading.
+    """
+
+    spec: LayerSpec
+    block: str = "mixer"
+    output_scale: float = 1.0
+
+    @property
+    def cache_layers(self) -> tuple[LayerSpec, ...]:
+        return (self.spec,)
+
+    @property
+    def shared_counts(self) -> dict[str, int]:
+        state = self.spec.recurrent
+        if state is not None:
+            counts = {"the heads of a recurrent layer": state.num_heads}
+            if state.num_key_heads > 1:
+                counts["the key heads of a recurrent layer"] = state.num_key_heads
+            return counts
+        assert self.spec.conv is not None
+        return {"the channels of a convolution": self.spec.conv.channels}
 
 
 def share_of(layer: LayerSpec, num_shards: int) -> LayerSpec:
@@ -53,20 +63,3 @@ def share_of(layer: LayerSpec, num_shards: int) -> LayerSpec:
         recurrent=replace(state, num_heads=heads, num_key_heads=key_heads),
         conv=replace(conv, channels=conv.channels - gone),
     )
-
-
-def check_share(config: DecoderConfig, num_shards: int) -> None:
-    """Raise a ValueError if so many workers cannot divide the layers that keep a state."""
-    for layer in config.layers:
-        state, counts = layer.recurrent, {}
-        if state is not None:
-            counts["heads of a recurrent layer"] = state.num_heads
-            if state.num_key_heads > 1:
-                counts["key heads of a recurrent layer"] = state.num_key_heads
-        elif layer.conv is not None:
-            counts["channels of a convolution"] = layer.conv.channels
-        for name, count in counts.items():
-            if count % num_shards:
-                raise ValueError(
-                    f"num_shards must divide the {name} ({count}) of the model, got {num_shards}"
-                )

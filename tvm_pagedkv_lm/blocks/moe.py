@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MixtureOfExperts`: the block that layers with experts have in place of one MLP."""
+"""`MixtureOfExperts`: what layers with experts have in place of one MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.relax.frontend import nn
@@ -13,12 +12,12 @@ from tvm.relax.frontend.nn import op
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import Experts
 from ..config.options import BuildOptions
+from ..config.part import LayerPart
 from ..kernels.linear.expert_linear import expert_linear, stacked_shape
 from ..kernels.linear.packed import encoded_rows, packed_matrix
-from ..kernels.rows import row_kernels as kernels
 from ..kernels.rows.routing_kernels import combine, group_pairs, route, scale_pairs
-from ..weights.weight_parts import Output, Part, Weight, rows, slices, vector
-from .mlp import Mlp, mlp_weights
+from ..weights.weight_parts import Output, Part, Weight, Weights, rows, slices, vector
+from .mlp import Mlp, MlpBlock
 from .projections import Linear
 
 
@@ -61,17 +60,71 @@ class ExpertLinear(nn.Module):
         return op.tensor_ir_op(kernel, "expert_linear", inputs, out)
 
 
-class MixtureOfExperts(nn.Module):
+@dataclass(frozen=True)
+class MixtureOfExperts(LayerPart):
+    """Experts, of which each row takes some, and an expert that all rows share.
+
+    Parameters
+    ----------
+    experts : Experts
+    mlp : Mlp
+        The activation of all experts; of the shared one also biases, factors and names.
+    """
+
+    experts: Experts
+    mlp: Mlp
+
+    @property
+    def shared(self) -> Mlp:
+        """The shared expert."""
+        return replace(self.mlp, width=self.experts.shared_width)
+
+    @property
+    def shared_counts(self) -> dict[str, int]:
+        return {"intermediate_size": self.mlp.width}
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> MixtureOfExpertsBlock:
+        return MixtureOfExpertsBlock(self, config, options, name)
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        block = self.experts.names.block
+        theirs = f"{theirs}.{block}" if block else theirs
+        experts, names, hidden = self.experts, self.experts.names, config.hidden_size
+        router = [Output(names.router, experts.num_experts)]
+        yield from rows(
+            f"{ours}.router", theirs, router, hidden, bias=experts.router_bias, is_split=False
+        )
+        if experts.has_correction:
+            yield vector(f"{ours}.correction", f"{theirs}.{names.correction}", experts.num_experts)
+        if experts.has_expert_scale:
+            yield vector(
+                f"{ours}.expert_scale", f"{theirs}.{names.expert_scale}", experts.num_experts
+            )
+        yield from _of_experts(
+            f"{ours}.gate_up", theirs, _gate_up(experts), experts, hidden, "rows"
+        )
+        down = [Output(names.down, hidden)]
+        yield from _of_experts(f"{ours}.down", theirs, down, experts, experts.width, "columns")
+        if experts.shared_width:
+            both = f"{ours}.shared", f"{theirs}.{names.shared}"
+            yield from self.shared.weights_in(config, *both)
+        if experts.shared_gate:
+            gate = [Output(names.shared_gate, 1)]
+            yield from rows(f"{ours}.shared_gate", theirs, gate, hidden, is_split=False)
+
+
+class MixtureOfExpertsBlock(nn.Module):
     """Routes each row to some experts, and adds their outputs and that of a shared expert."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
-        assert config.experts is not None
-        experts, hidden = config.experts, config.hidden_size
+    def __init__(
+        self, part: MixtureOfExperts, config: DecoderConfig, options: BuildOptions, name: str
+    ):
+        experts, hidden = part.experts, config.hidden_size
         self.experts, self.options, self.hidden = experts, options, hidden
         self.width = experts.width // options.num_shards
-        self._gated = partial(kernels.gated, config.activation)
-        if config.clamped_gate is not None:
-            self._gated = partial(kernels.clamped_gated, *config.clamped_gate)
+        self._gated = part.mlp.gated
         self.router = Linear(
             hidden, experts.num_experts, options, experts.router_bias, "float32",
             name=f"{name}.router",
@@ -91,7 +144,7 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared = self.shared_gate = None
         if experts.shared_width:
-            self.shared = Mlp(config, options, f"{name}.shared", experts.shared_width)
+            self.shared = MlpBlock(part.shared, config, options, f"{name}.shared")
         if experts.shared_gate:
             self.shared_gate = Linear(
                 hidden, 1, options, out_dtype="float32", name=f"{name}.shared_gate"
@@ -166,29 +219,6 @@ class MixtureOfExperts(nn.Module):
         return op.tensor_ir_op(kernel, "combine", inputs, out)
 
 
-def moe_weights(config: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the source of every weight of a mixture of experts."""
-    assert config.experts is not None
-    experts, names, hidden = config.experts, config.experts.names, config.hidden_size
-    router = [Output(names.router, experts.num_experts)]
-    yield from rows(
-        f"{ours}.router", theirs, router, hidden, bias=experts.router_bias, is_split=False
-    )
-    if experts.has_correction:
-        yield vector(f"{ours}.correction", f"{theirs}.{names.correction}", experts.num_experts)
-    if experts.has_expert_scale:
-        yield vector(f"{ours}.expert_scale", f"{theirs}.{names.expert_scale}", experts.num_experts)
-    yield from _of_experts(f"{ours}.gate_up", theirs, _gate_up(experts), experts, hidden, "rows")
-    down = [Output(names.down, hidden)]
-    yield from _of_experts(f"{ours}.down", theirs, down, experts, experts.width, "columns")
-    if experts.shared_width:
-        shared = f"{theirs}.{names.shared}"
-        yield from mlp_weights(config, f"{ours}.shared", shared, experts.shared_width)
-    if experts.shared_gate:
-        gate = [Output(names.shared_gate, 1)]
-        yield from rows(f"{ours}.shared_gate", theirs, gate, hidden, is_split=False)
-
-
 def _gate_up(experts: Experts) -> list[Output]:
     """Return the output features of gate and up of an expert."""
     names, width = experts.names, experts.width
@@ -201,7 +231,7 @@ def _gate_up(experts: Experts) -> list[Output]:
 
 def _of_experts(
     ours: str, theirs: str, outputs: list[Output], experts: Experts, in_features: int, split: str
-) -> Iterator[tuple[str, Weight]]:
+) -> Weights:
     """Yield a projection of all experts, and its biases."""
     names, count = experts.names, experts.num_experts
 

@@ -3,25 +3,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from tvm_pagedkv.config import LayerSpec
 from tvm_pagedkv.relax import PagedKVCacheObject
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..kernels.rows import row_kernels as kernels
-from ..weights.weight_parts import Output, Weight, channels, columns, rows, slices
+from ..weights.weight_parts import Output, Weights, channels, columns, rows, slices
+from .mixers import Mixer, share_of
 from .projections import Linear, SplitLinear
 
 
-class ShortConv(nn.Module):
+@dataclass(frozen=True)
+class ShortConv(Mixer):
+    """A convolution between two gates, as in LFM2."""
+
+    def build(
+        self, config: DecoderConfig, options: BuildOptions, name: str, layer: int
+    ) -> ShortConvBlock:
+        return ShortConvBlock(self, config, options, name)
+
+    def weights(self, config: DecoderConfig, ours: str, theirs: str) -> Weights:
+        theirs = f"{theirs}.{self.block}"
+        assert self.spec.conv is not None
+        width, conv = config.hidden_size, self.spec.conv
+        num_channels, bias = conv.channels, conv.has_bias
+        b, c, x = slices("in_proj", *[num_channels] * 3)
+        yield from rows(f"{ours}.inner", theirs, [b, x], width, bias=bias)
+        yield from rows(f"{ours}.outer", theirs, [c], width, bias=bias)
+        convolved = [Output("conv", num_channels)]
+        yield from channels(f"{ours}.conv", theirs, convolved, conv.width, bias=bias)
+        shape = (width, num_channels)
+        yield from columns(
+            f"{ours}.out_proj", f"{theirs}.out_proj", shape, bias=bias, scale=self.output_scale
+        )
+
+
+class ShortConvBlock(nn.Module):
     """``out(C * conv(B * x))``, where B, C and x are projections of the layer's input."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
+    def __init__(self, part: ShortConv, config: DecoderConfig, options: BuildOptions, name: str):
+        layer = share_of(part.spec, options.num_shards)
         assert layer.conv is not None
         self.conv, self.options = layer.conv, options
         width, own, bias = config.hidden_size, layer.conv.channels, layer.conv.has_bias
@@ -44,20 +70,3 @@ class ShortConv(nn.Module):
         product = kernels.multiply("identity", *how)
         gated = op.tensor_ir_op(product, "multiply", [mixed, self.outer(x)], rows)
         return self.out_proj(gated, residual)
-
-    @staticmethod
-    def weights(
-        config: DecoderConfig, layer: LayerSpec, ours: str, theirs: str
-    ) -> Iterator[tuple[str, Weight]]:
-        """Yield the name and the source of every weight."""
-        assert layer.conv is not None
-        width, num_channels, bias = config.hidden_size, layer.conv.channels, layer.conv.has_bias
-        b, c, x = slices("in_proj", *[num_channels] * 3)
-        yield from rows(f"{ours}.inner", theirs, [b, x], width, bias=bias)
-        yield from rows(f"{ours}.outer", theirs, [c], width, bias=bias)
-        convolved = [Output("conv", num_channels)]
-        yield from channels(f"{ours}.conv", theirs, convolved, layer.conv.width, bias=bias)
-        shape = (width, num_channels)
-        yield from columns(
-            f"{ours}.out_proj", f"{theirs}.out_proj", shape, bias=bias, scale=config.scales.mixer
-        )

@@ -58,7 +58,7 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that layers have in place of one MLP.
+    """The shape of a mixture of experts.
 
     Parameters
     ----------
@@ -76,8 +76,6 @@ class Experts:
         Whether a bias is added to the scores to choose experts, but not to weight them.
     has_expert_scale : bool
         Whether the factor of each expert is multiplied by a number of the checkpoint.
-    beside_mlp : bool
-        Whether experts are beside a dense MLP, not in place of it; see `beside_mlp`.
     num_groups, num_chosen_groups : int
         Groups of consecutive experts. Experts are chosen from the groups whose best ones have the
         largest sums.
@@ -91,8 +89,6 @@ class Experts:
         Whether scores multiply what the chosen experts take, not what they give.
     router_bias, bias : bool
         Whether the router, and the projections of the experts, have biases.
-    dense_layers : tuple of int
-        Layers that have an MLP of width `DecoderConfig.intermediate_size` instead.
     names : ExpertNames
     """
 
@@ -104,7 +100,6 @@ class Experts:
     scale: float = 1.0
     has_correction: bool = False
     has_expert_scale: bool = False
-    beside_mlp: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
     ranked_by: int = 2
@@ -113,7 +108,6 @@ class Experts:
     scales_inputs: bool = False
     router_bias: bool = False
     bias: bool = False
-    dense_layers: tuple[int, ...] = ()
     names: ExpertNames = ExpertNames()
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm_pagedkv.config import ROPE_TYPES, LayerSpec, RopeConfig
 
@@ -86,7 +86,7 @@ def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def activation(fields: Mapping[str, Any], name: str, known: Mapping[str, str], default: str) -> str:
-    """What `DecoderConfig` calls the activation that the field names."""
+    """What `Mlp` calls the activation that the field names."""
     value = fields.get(name) or default
     if value not in known:
         expected = " or ".join(repr(each) for each in known)
@@ -109,22 +109,47 @@ def silu(fields: Mapping[str, Any]) -> str:
     return activation(fields, "hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
 
 
-def shape(fields: Mapping[str, Any]) -> dict[str, Any]:
+class Shape(NamedTuple):
     """The dimensions of a dense decoder, and what else is spelled alike in all families."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_eps: float
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """The first fields of `Attention`."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Fields of `DecoderConfig`, by name."""
+        own = self._asdict()
+        del own["intermediate_size"]
+        return own
+
+
+def shape(fields: Mapping[str, Any]) -> Shape:
+    """Read the dimensions."""
     if fields.get("per_layer_config"):
         raise ValueError("per_layer_config is supported in Gemma 4 only")
     hidden_size = positive(fields, "hidden_size")
     num_heads = positive(fields, "num_attention_heads")
-    return {
-        "vocab_size": positive(fields, "vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": positive(fields, "intermediate_size"),
-        "num_heads": num_heads,
-        "num_kv_heads": positive(fields, "num_key_value_heads", num_heads),
-        "head_dim": positive(fields, "head_dim", hidden_size // num_heads),
-        "context_length": positive(fields, "max_position_embeddings", 2048),
-        "norm_eps": positive_number(fields, "rms_norm_eps", 1e-6),
-    }
+    return Shape(
+        vocab_size=positive(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=positive(fields, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=positive(fields, "num_key_value_heads", num_heads),
+        head_dim=positive(fields, "head_dim", hidden_size // num_heads),
+        context_length=positive(fields, "max_position_embeddings", 2048),
+        norm_eps=positive_number(fields, "rms_norm_eps", 1e-6) or 1e-6,
+    )
 
 
 def text_model(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,7 +280,7 @@ def rope(fields: Mapping[str, Any], kind: str, partial: float | None = None) -> 
     scaling = rope_fields(fields, kind)
     theta = scaling.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
     rope_type = rope_type_of(scaling)
-    share = positive_number({**fields, **scaling}, "partial_rotary_factor", partial or 1.0)
+    share = positive_number({**fields, **scaling}, "partial_rotary_factor", partial) or 1.0
     scaling.pop("partial_rotary_factor", None)
     if rope_type == "proportional":  # there it is the share of frequencies that turn
         scaling["partial_rotary_factor"], share = share, 1.0
@@ -273,10 +298,9 @@ def rope(fields: Mapping[str, Any], kind: str, partial: float | None = None) -> 
         if rope_type != "llama3":
             length = positive(fields, "max_position_embeddings", 2048)
             scaling.setdefault("factor", length / original)
-    dims = shape(fields)
     return RopeConfig(
         theta=float(theta),
-        rotary_dim=int(dims["head_dim"] * share),
+        rotary_dim=int(shape(fields).head_dim * share),
         scaling={"rope_type": rope_type, **scaling},
     )
 

@@ -27,10 +27,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """Index heads, and the layers that have them.
-
-    Where they choose positions, the other layers attend to what the last one chose; where they
-    choose blocks, the other layers attend to all positions.
+    """The index heads of a layer, or those whose choice it shares.
 
     Parameters
     ----------
@@ -41,8 +38,9 @@ class IndexConfig:
     is_interleaved : bool
         Whether the checkpoint's rotation of index heads pairs adjacent features. Loading permutes
         them.
-    layers : tuple of int
-        Layers of the model that choose.
+    chooses : bool
+        Whether the layer has the heads. Otherwise it attends to the positions that the last layer
+        with heads chose, or, where blocks are chosen, to all positions.
     blocks : Blocks, optional
         None: positions are chosen, for all heads of a row.
     rope : RopeConfig, optional
@@ -53,7 +51,7 @@ class IndexConfig:
     dim: int
     num_chosen: int
     is_interleaved: bool
-    layers: tuple[int, ...]
+    chooses: bool = True
     blocks: Blocks | None = None
     rope: RopeConfig | None = None
 
@@ -62,18 +60,9 @@ class IndexConfig:
         """Number of positions that a row attends to at most."""
         return self.num_chosen * (1 if self.blocks is None else self.blocks.size)
 
-    def layer(self, index: int) -> LayerSpec:
-        """Return what the cache keeps for a layer of the model beside its rows of K and V."""
-        if index not in self.layers:
+    @property
+    def cache_layer(self) -> LayerSpec:
+        """What the cache keeps beside the rows of K and V."""
+        if not self.chooses:
             return LayerSpec("linear")
         return LayerSpec("index", num_qo_heads=self.num_heads, qk_head_dim=self.dim, rope=self.rope)
-
-    def check_stages(self, layer_indptr: tuple[int, ...]) -> None:
-        """Raise a ValueError if a stage begins with a layer that needs the choice of another."""
-        for begin in layer_indptr[:-1]:
-            if self.blocks is None and begin not in self.layers:
-                chooses = max(layer for layer in self.layers if layer < begin)
-                raise ValueError(
-                    f"a stage may not begin with layer {begin}, which attends to the positions "
-                    f"that layer {chooses} has chosen; layers that choose: {list(self.layers)}"
-                )

@@ -83,7 +83,7 @@ class BuildOptions:
 def check_states(config: DecoderConfig, state_dtype: str) -> None:
     """Raise a ValueError where a model has no states that could be of this type, or none at all."""
     check_choice("state_dtype", state_dtype, DTYPES)
-    if state_dtype != "float32" and all(layer.recurrent is None for layer in config.layers):
+    if state_dtype != "float32" and all(layer.recurrent is None for layer in config.cache_layers):
         raise ValueError(
             f"state_dtype {state_dtype!r} is for models with recurrent layers, and this one has "
             "none; kv_dtype is the type of K and V"
@@ -136,7 +136,7 @@ def layer_budgets(
         raise ValueError(
             f"attention_budget must be at least {2 * page_size} positions, two pages; got {budget}"
         )
-    layers = [config.layers_of(index)[0] for index in range(config.num_layers)]
+    layers = [layer.cache_layers[0] for layer in config.layers]
     chosen = [i for i, each in enumerate(layers) if each.kind == "mha" and not each.lists]
     if not chosen:
         raise ValueError(

@@ -82,7 +82,7 @@ class Decode:
         prompt = self.batch.prompts[c.prompt]
         room = self.batch.budget.max_new_tokens(prompt) - len(c.tokens) - 1
         # Rows that attend to chosen positions cannot be nodes of a tree that branches.
-        branches = self.batch.model.config.indexer is None
+        branches = not self.batch.model.config.has_index
         return c.lookup.draft(self.max_drafts, room, branches=branches)
 
     def _follow(

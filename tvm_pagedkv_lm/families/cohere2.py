@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, Norms, Scales
+from ..config.decoder_config import DecoderConfig
+from ..config.layer import Norms
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import layer_types
+from .layers import decoder_layers
 
 
 def cohere2(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -24,18 +28,16 @@ def cohere2(fields: Mapping[str, Any]) -> DecoderConfig:
     num_layers = read.positive(fields, "num_hidden_layers")
     default = [read.SLIDING if (i + 1) % pattern else read.FULL for i in range(num_layers)]
     kinds = read.layer_kinds(fields, default)
-    layers = read.layers({"sliding_window": 4096, **fields}, kinds)
+    specs = read.layers({"sliding_window": 4096, **fields}, kinds)
+    specs = read.with_rope_where(specs, [kind == read.SLIDING for kind in kinds])
+    shape = read.shape({**fields, "rms_norm_eps": epsilon})
+    attention = Attention(*shape.heads, interleaved_rope=True, qkv_bias=bias, o_bias=bias)
+    mlp, norms = Mlp(shape.intermediate_size, read.silu(fields)), Norms(before_mlp=None)
     return DecoderConfig(
-        **read.shape({**fields, "rms_norm_eps": epsilon}),
-        layers=read.with_rope_where(layers, [kind == read.SLIDING for kind in kinds]),
-        norms=Norms(before_mlp=None),
+        **shape.model,
+        layers=decoder_layers(attention, specs, mlp, norms=norms, parallel_mlp=True),
         norm_subtracts_mean=True,
-        parallel_mlp=True,
-        interleaved_rope=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        activation=read.silu(fields),
-        scales=Scales(logits=read.positive_number(fields, "logit_scale", 0.0625) or 1.0),
+        logit_scale=read.positive_number(fields, "logit_scale", 0.0625) or 1.0,
         tied_embeddings=read.flag(fields, "tie_word_embeddings", True),
         longest_text=read.longest_text(fields),
     )

@@ -8,16 +8,20 @@ experts by a softmax, from the groups with the best single ones; the others as G
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..blocks.latent import LatentAttention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, first_dense_layers, num_experts
 from ..config.latent_config import Latent
+from ..config.layer import Layer
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import SIGMOID, SOFTMAX, experts_in_groups
+from .layers import mlps
 
 V3_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 _MISTRAL4_ROPE = {
@@ -39,8 +43,8 @@ def deepseek_v2(fields: Mapping[str, Any]) -> DecoderConfig:
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(f"topk_method must be greedy or group_limited_greedy, got {method!r}")
     groups = _groups(fields) if method == "group_limited_greedy" else {}
-    experts = _experts(fields, "softmax", 0, normalizes=False, ranked_by=1, **groups)
-    return _decoder(fields, experts, True)
+    experts = _experts(fields, "softmax", normalizes=False, ranked_by=1, **groups)
+    return _decoder(fields, experts, first_dense_layers(fields, 0), True)
 
 
 def deepseek_v3(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -48,12 +52,16 @@ def deepseek_v3(fields: Mapping[str, Any]) -> DecoderConfig:
     return with_corrected_choice({**V3_DEFAULTS, **fields})
 
 
-def with_corrected_choice(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Read the fields of a model whose experts are chosen by sigmoids and a correction of them."""
+def with_corrected_choice(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
+    """Read the fields of a model whose experts are chosen by sigmoids and a correction of them.
+
+    `own` are further fields of its `Experts`.
+    """
     normalizes = read.flag(fields, "norm_topk_prob", True)
     how = {"normalizes": normalizes, "has_correction": True, **_groups(fields)}
-    experts = _experts(fields, "sigmoid", 3, **how)
-    return _decoder(fields, experts, read.flag(fields, "rope_interleave", True))
+    experts = _experts(fields, "sigmoid", **how, **own)
+    is_interleaved = read.flag(fields, "rope_interleave", True)
+    return _decoder(fields, experts, first_dense_layers(fields, 3), is_interleaved)
 
 
 def glm4_moe_lite(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -72,9 +80,10 @@ def mistral4(fields: Mapping[str, Any]) -> DecoderConfig:
     growth = read.query_growth(fields, rope)
     normalizes = read.flag(fields, "norm_topk_prob", True)
     names = ExpertNames(fused_gate_up="gate_up_proj", is_stacked=True)
-    experts = _experts(fields, "softmax", 0, normalizes=normalizes, names=names)
+    experts = _experts(fields, "softmax", normalizes=normalizes, names=names)
+    dense = first_dense_layers(fields, 0)
     fields = {**fields, "rope_parameters": rope, "rope_scaling": None}
-    return _decoder(fields, experts, read.flag(fields, "rope_interleave", True), growth)
+    return _decoder(fields, experts, dense, read.flag(fields, "rope_interleave", True), growth)
 
 
 def with_dense_layers(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,7 +97,7 @@ def with_dense_layers(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, "first_k_dense_replace": num_dense}
 
 
-def _experts(fields: Mapping[str, Any], scores: str, num_dense: int, **how: Any) -> Experts:
+def _experts(fields: Mapping[str, Any], scores: str, **how: Any) -> Experts:
     width = read.positive(fields, "moe_intermediate_size")
     return Experts(
         num_experts(fields, 64),
@@ -97,7 +106,6 @@ def _experts(fields: Mapping[str, Any], scores: str, num_dense: int, **how: Any)
         scores,
         scale=read.positive_number(fields, "routed_scaling_factor", 1.0) or 1.0,
         shared_width=width * read.positive(fields, "n_shared_experts", 1),
-        dense_layers=first_dense_layers(fields, num_dense),
         **how,
     )
 
@@ -112,11 +120,12 @@ def _groups(fields: Mapping[str, Any]) -> dict[str, int]:
 def _decoder(
     fields: Mapping[str, Any],
     experts: Experts,
+    dense_layers: Sequence[int],
     is_interleaved: bool,
     growth: tuple[float, int] | None = None,
 ) -> DecoderConfig:
     q_rank = fields.get("q_lora_rank")
-    shape = Latent(
+    latent = Latent(
         read.positive(fields, "kv_lora_rank", 512),
         read.positive(fields, "qk_rope_head_dim", 64),
         read.positive(fields, "qk_nope_head_dim", 128),
@@ -126,18 +135,16 @@ def _decoder(
         growth,
     )
     num_layers = read.positive(fields, "num_hidden_layers")
-    rope = read.rope({**fields, "head_dim": shape.rope_dim}, read.FULL)
+    rope = read.rope({**fields, "head_dim": latent.rope_dim}, read.FULL)
     bias = read.flag(fields, "attention_bias")
+    shape = read.shape({**fields, "head_dim": latent.qk_dim})
+    scale = _attention_scale(rope.scaling_dict, latent)
+    attention = LatentAttention(shape.num_heads, latent, latent.layer(rope), scale, bias, bias)
+    mlp = Mlp(shape.intermediate_size, read.silu(fields), read.flag(fields, "mlp_bias"))
+    of_layers = mlps(mlp, experts, num_layers, dense_layers)
     return DecoderConfig(
-        **read.shape({**fields, "head_dim": shape.qk_dim}),
-        layers=(shape.layer(rope),) * num_layers,
-        latent=shape,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=read.flag(fields, "mlp_bias"),
-        activation=read.silu(fields),
-        attention_scale=_attention_scale(rope.scaling_dict, shape),
-        experts=experts,
+        **shape.model,
+        layers=tuple(Layer(attention, mlp=each) for each in of_layers),
         has_draft_layers=True,
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),

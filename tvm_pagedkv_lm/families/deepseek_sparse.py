@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..blocks.latent import LatentAttention
+from ..blocks.latent_choice import SparseLatentAttention
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.index_config import IndexConfig
@@ -64,8 +66,9 @@ def _with_indexer(
         if read.flag(fields, name, only) != only:
             raise ValueError(f"{name} must be {str(only).lower()} in models of this kind")
     config = with_corrected_choice(fields)
-    shape = config.latent
-    assert shape is not None
+    latent = config.find(LatentAttention)
+    assert latent is not None
+    shape = latent.shape
     if shape.q_rank is None:
         raise ValueError("q_lora_rank is required: the indexer projects its heads from it")
     indexer = IndexConfig(
@@ -73,19 +76,24 @@ def _with_indexer(
         read.positive(fields, "index_head_dim", 128),
         read.positive(fields, "index_topk", 2048),
         is_interleaved,
-        tuple(choosing),
     )
     if indexer.dim < shape.rope_dim:
         raise ValueError(
             f"index_head_dim ({indexer.dim}) must be at least qk_rope_head_dim ({shape.rope_dim})"
         )
-    latent = [
-        # Attention to lists is absorbed, so heads before absorption need no kernels.
-        replace(layer, lists=True, mla_original_qk_head_dim=None, mla_original_v_head_dim=None)
-        for layer in config.layers
-    ]
-    layers = [each for i, layer in enumerate(latent) for each in (layer, indexer.layer(i))]
-    return replace(config, layers=tuple(layers), layers_per_block=2, indexer=indexer)
+    # Attention to lists is absorbed, so heads before absorption need no kernels.
+    spec = replace(
+        latent.spec, lists=True, mla_original_qk_head_dim=None, mla_original_v_head_dim=None
+    )
+    how = latent.num_heads, shape, spec, latent.scale, latent.down_bias, latent.o_bias
+    of_kind = {
+        chooses: SparseLatentAttention(*how, index=replace(indexer, chooses=chooses))
+        for chooses in (False, True)
+    }
+    layers = (
+        replace(layer, attention=of_kind[i in choosing]) for i, layer in enumerate(config.layers)
+    )
+    return replace(config, layers=tuple(layers))
 
 
 FAMILIES = (

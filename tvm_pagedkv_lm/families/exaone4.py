@@ -9,27 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..gguf.family import NORMS_AFTER as GGUF_NORMS_AFTER
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import layer_types
+from .layers import decoder_layers
 from .olmo import NORMS_AFTER
 
 
 def exaone4(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of EXAONE 4."""
     kinds = _kinds(fields)
-    layers = read.layers(fields, kinds)
+    specs = read.layers(fields, kinds)
     if fields.get("sliding_window") is not None:
-        layers = read.with_rope_where(layers, [kind == read.SLIDING for kind in kinds])
+        specs = read.with_rope_where(specs, [kind == read.SLIDING for kind in kinds])
+    shape = read.shape({"rms_norm_eps": 1e-5, **fields})
+    attention = Attention(*shape.heads, qk_norm="head")
+    mlp = Mlp(shape.intermediate_size, read.silu(fields))
     return DecoderConfig(
-        **read.shape({"rms_norm_eps": 1e-5, **fields}),
-        layers=layers,
-        norms=NORMS_AFTER,
-        qk_norm="head",
-        activation=read.silu(fields),
+        **shape.model,
+        layers=decoder_layers(attention, specs, mlp, norms=NORMS_AFTER),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )

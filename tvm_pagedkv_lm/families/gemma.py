@@ -10,15 +10,21 @@ Activations of both exceed the range of float16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tvm_pagedkv.config import LayerSpec
+
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, Norms
+from ..config.decoder_config import DecoderConfig
+from ..config.layer import Norms
 from ..gguf.family import NORMS_AFTER as GGUF_NORMS_AFTER
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import layer_types
+from .layers import decoder_layers
 from .pictures import with_pictures
 
 NORMS = Norms(
@@ -63,30 +69,34 @@ def gemma3(fields: Mapping[str, Any]) -> DecoderConfig:
     return _decoder(fields, layers, qk_norm="head")
 
 
-def _decoder(fields: Mapping[str, Any], layers, **own: Any) -> DecoderConfig:
+def _decoder(
+    fields: Mapping[str, Any], specs: Sequence[LayerSpec], qk_norm: str | None = None
+) -> DecoderConfig:
     if fields.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is unsupported")
     bias = read.flag(fields, "attention_bias")
     shape = read.shape(fields)
     scalar = read.positive_number(fields, "query_pre_attn_scalar", 256.0)
-    known = {"gelu_pytorch_tanh": "gelu_tanh"}
+    scale = None if scalar is None else scalar**-0.5
+    attention = Attention(*shape.heads, scale=scale, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
+    mlp = Mlp(shape.intermediate_size, gelu(fields))
     return DecoderConfig(
-        **shape,
-        layers=layers,
-        norms=NORMS,
+        **shape.model,
+        layers=decoder_layers(attention, specs, mlp, norms=NORMS),
         norm_offset=1.0,
-        qkv_bias=bias,
-        o_bias=bias,
-        activation=read.activation(fields, "hidden_activation", known, "gelu_pytorch_tanh"),
-        attention_scale=None if scalar is None else scalar**-0.5,
         attention_softcap=read.positive_number(fields, "attn_logit_softcapping", None),
         logit_softcap=read.positive_number(fields, "final_logit_softcapping", None),
-        embedding_scale=shape["hidden_size"] ** 0.5,
+        embedding_scale=shape.hidden_size**0.5,
         tied_embeddings=read.flag(fields, "tie_word_embeddings", True),
         longest_text=read.longest_text(fields),
         overflows_float16=True,
-        **own,
     )
+
+
+def gelu(fields: Mapping[str, Any]) -> str:
+    """Return the activation of the MLPs of Gemma."""
+    known = {"gelu_pytorch_tanh": "gelu_tanh"}
+    return read.activation(fields, "hidden_activation", known, "gelu_pytorch_tanh")
 
 
 # --- GGUF ---------------------------------------------------------------------------------------

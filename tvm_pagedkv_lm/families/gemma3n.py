@@ -10,20 +10,22 @@ some MLPs are cut off.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
-from tvm_pagedkv.config import LayerSpec
-
+from ..blocks.altup import AltUp
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
+from ..blocks.per_layer import PerLayerInputs
+from ..blocks.shared_kv import SharedAttention
 from ..config import fields as read
-from ..config.altup_config import AltUp, PerLayerInputs
 from ..config.decoder_config import DecoderConfig
+from ..config.layer import Layer
 from ..gguf.family import GgufFamily, Header
 from .family import Family
-from .gemma import GGUF_TENSORS, NORMS
+from .gemma import GGUF_TENSORS, NORMS, gelu
 from .pictures import with_pictures
-
-_GELU = {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def gemma3n(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -44,7 +46,7 @@ def gemma3n(fields: Mapping[str, Any]) -> DecoderConfig:
     kinds = read.layer_kinds(fields, default)
     theta = read.positive_number(fields, "rope_theta", 1e6)
     local = read.positive_number(fields, "rope_local_base_freq", 1e4)
-    layers = read.layers(
+    specs = read.layers(
         read.with_rotations({"sliding_window": 512, **fields}, full=theta, sliding=local), kinds
     )
     num_sparse = 10 if num_layers > 10 else 0
@@ -60,57 +62,68 @@ def gemma3n(fields: Mapping[str, Any]) -> DecoderConfig:
         read.positive(fields, "laurel_rank", 64),
         read.flag(fields, "altup_correct_scale", True),
     )
-    return shared_decoder(
-        fields,
-        layers,
-        kinds,
-        wide_layers=tuple(enumerate(widths)),
-        sparse_layers=tuple(
-            (i, NormalDist().inv_cdf(share)) for i, share in enumerate(shares) if share > 0
-        ),
-        altup=altup,
-    )
+    attention = shared_attention(fields)
+    activation = gelu(fields)
+    mlps = [
+        Mlp(width, activation, deviations=NormalDist().inv_cdf(share) if share > 0 else None)
+        for width, share in zip(widths, shares, strict=True)
+    ]
+    layers = [
+        Layer(replace(attention, spec=spec), mlp=mlp, streams=altup)
+        for spec, mlp in zip(specs, mlps, strict=True)
+    ]
+    return shared_decoder(fields, layers, kinds)
+
+
+# --- what Gemma 3n and Gemma 4 share -------------------------------------------------------------
+
+
+def shared_attention(fields: Mapping[str, Any]) -> Attention:
+    """Return the attention of layers with the default heads."""
+    bias = read.flag(fields, "attention_bias")
+    heads = read.shape(fields).heads
+    return Attention(*heads, scale=1.0, qk_norm="head", v_norm=True, qkv_bias=bias, o_bias=bias)
 
 
 def shared_decoder(
-    fields: Mapping[str, Any], layers: Sequence[LayerSpec], kinds: Sequence[str], **own: Any
+    fields: Mapping[str, Any], layers: Sequence[Layer], kinds: Sequence[str]
 ) -> DecoderConfig:
-    """Return a decoder of Gemma 3n or Gemma 4."""
+    """Return a decoder whose last layers attend to K and V of others, and have inputs."""
     if fields.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention 'all' is unsupported")
-    bias = read.flag(fields, "attention_bias")
-    shape = read.shape(fields)
-    shared = _shared_kv(kinds, _count(fields, "num_kv_shared_layers", 0, len(kinds)))
-    sharing = dict(shared)
+    shape, sources = read.shape(fields), sources_of(fields, kinds)
     inputs = None
     if fields.get("hidden_size_per_layer_input"):
         inputs = PerLayerInputs(
             read.positive(fields, "hidden_size_per_layer_input"),
             read.positive(fields, "vocab_size_per_layer_input", 262144),
+            gelu(fields),
         )
+
+    def attention(index: int) -> Attention | SharedAttention:
+        source = sources.get(index, index)
+        own = layers[source].attention
+        assert isinstance(own, Attention)
+        own = replace(own, is_source=source in sources.values())
+        return own if source == index else SharedAttention(source, own)
+
     return DecoderConfig(
-        **shape,
-        layers=tuple(LayerSpec("linear") if i in sharing else x for i, x in enumerate(layers)),
-        norms=NORMS,
-        qk_norm="head",
-        v_norm=True,
-        shared_kv=shared,
-        per_layer_inputs=inputs,
-        qkv_bias=bias,
-        o_bias=bias,
-        activation=read.activation(fields, "hidden_activation", _GELU, "gelu_pytorch_tanh"),
-        attention_scale=1.0,
+        **shape.model,
+        layers=tuple(
+            replace(layer, attention=attention(i), norms=NORMS, inputs=inputs)
+            for i, layer in enumerate(layers)
+        ),
         logit_softcap=read.positive_number(fields, "final_logit_softcapping", None),
-        embedding_scale=shape["hidden_size"] ** 0.5,
+        embedding_scale=shape.hidden_size**0.5,
         tied_embeddings=read.flag(fields, "tie_word_embeddings", True),
         longest_text=read.longest_text(fields),
         overflows_float16=True,
-        **own,
     )
 
 
-def _shared_kv(kinds: Sequence[str], count: int) -> tuple[tuple[int, int], ...]:
-    """Return the last `count` layers, and the layer of the same kind whose K and V each reads."""
+def sources_of(fields: Mapping[str, Any], kinds: Sequence[str]) -> dict[int, int]:
+    """Return the last layers, and the layer of the same kind whose K and V each reads."""
+    count = _count(fields, "num_kv_shared_layers", 0, len(kinds))
     first = len(kinds) - count
     last = {kind: layer for layer, kind in enumerate(kinds[:first])}
     missing = set(kinds[first:]) - set(last)
@@ -120,7 +133,7 @@ def _shared_kv(kinds: Sequence[str], count: int) -> tuple[tuple[int, int], ...]:
             f"num_kv_shared_layers ({count}) leaves no layer of kind {names} whose K and V the "
             "others could read"
         )
-    return tuple((layer, last[kinds[layer]]) for layer in range(first, len(kinds)))
+    return {layer: last[kinds[layer]] for layer in range(first, len(kinds))}
 
 
 def _count(fields: Mapping[str, Any], name: str, default: int, largest: int) -> int:

@@ -13,18 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from tvm_pagedkv.config import LayerSpec
-
+from ..blocks.attention import Attention
+from ..blocks.beside_mlp import ExpertsBesideMlp
+from ..blocks.mlp import Mlp
+from ..blocks.moe import MixtureOfExperts
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts
+from ..config.layer import Layer
 from ..gguf.family import GgufFamily, Header
 from .family import Family
+from .gemma import gelu
 from .gemma3n import (
     GGUF_MODEL_TENSORS,
     GGUF_PER_LAYER_TENSORS,
+    shared_attention,
     shared_decoder,
     shared_gguf_fields,
+    sources_of,
 )
 from .pictures import with_pictures
 
@@ -43,36 +49,38 @@ def gemma4(fields: Mapping[str, Any]) -> DecoderConfig:
     }  # fmt: skip
     fields = {**fields, "rope_parameters": rotations}
     shares_projection = read.flag(fields, "attention_k_eq_v")
-    layers = tuple(
-        _layer(fields, kind, _heads(fields, kind, index, shares_projection))
-        for index, kind in enumerate(kinds)
-    )
+    heads = [_heads(fields, kind, i, shares_projection) for i, kind in enumerate(kinds)]
     fields["per_layer_config"] = None
-    config = shared_decoder(fields, layers, kinds, layer_scale=True, experts=_experts(fields))
-    if read.flag(fields, "use_double_wide_mlp"):
-        width = 2 * config.intermediate_size
-        config = replace(config, wide_layers=tuple((i, width) for i, _ in config.shared_kv))
-    if shares_projection:
-        own = [i for i, kind in enumerate(kinds) if kind == read.FULL]
-        shared = dict(config.shared_kv)
-        config = replace(config, v_of_k=tuple(i for i in own if i not in shared))
-    return config
+    attention, sources = shared_attention(fields), sources_of(fields, kinds)
+    mlp = Mlp(read.shape(fields).intermediate_size, gelu(fields))
+    is_wide = read.flag(fields, "use_double_wide_mlp")
+    wide = replace(mlp, width=2 * mlp.width)
+    layers = [
+        Layer(
+            _attention(fields, attention, kind, own, shares_projection),
+            mlp=wide if is_wide and i in sources else mlp,
+            beside_mlp=_experts(fields, mlp),
+            has_scale=True,
+        )
+        for i, (kind, own) in enumerate(zip(kinds, heads, strict=True))
+    ]
+    return shared_decoder(fields, layers, kinds)
 
 
-def _experts(fields: Mapping[str, Any]) -> Experts | None:
+def _experts(fields: Mapping[str, Any], mlp: Mlp) -> ExpertsBesideMlp | None:
     """Return the experts that layers have beside the MLP, if there are any."""
     if not read.flag(fields, "enable_moe_block"):
         return None
-    return Experts(
+    experts = Experts(
         read.positive(fields, "num_experts"),
         read.positive(fields, "top_k_experts"),
         read.positive(fields, "moe_intermediate_size"),
         has_expert_scale=True,
-        beside_mlp=True,
         names=ExpertNames(
             block="", router="router.proj", fused_gate_up="gate_up_proj", is_stacked=True
         ),
     )
+    return ExpertsBesideMlp(MixtureOfExperts(experts, mlp))
 
 
 def _heads(
@@ -96,11 +104,22 @@ def _heads(
     return read.positive(whole, "num_key_value_heads", 4), read.positive(whole, "head_dim")
 
 
-def _layer(fields: Mapping[str, Any], kind: str, heads: tuple[int, int]) -> LayerSpec:
+def _attention(
+    fields: Mapping[str, Any],
+    attention: Attention,
+    kind: str,
+    heads: tuple[int, int],
+    shares_projection: bool,
+) -> Attention:
     num_kv_heads, head_dim = heads
-    own = {"head_dim": head_dim, "per_layer_config": None}
-    (layer,) = read.layers({**fields, **own}, [kind])
-    return replace(layer, num_kv_heads=num_kv_heads, qk_head_dim=head_dim, v_head_dim=head_dim)
+    (spec,) = read.layers({**fields, "head_dim": head_dim}, [kind])
+    return replace(
+        attention,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        spec=replace(spec, num_kv_heads=num_kv_heads, qk_head_dim=head_dim, v_head_dim=head_dim),
+        v_is_k=shares_projection and kind == read.FULL,
+    )
 
 
 # --- GGUF ---------------------------------------------------------------------------------------

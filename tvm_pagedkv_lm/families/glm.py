@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import Experts, first_dense_layers, num_experts
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import SIGMOID, experts_in_groups
+from .layers import decoder_layers, mlps
 
 
 def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -34,15 +37,19 @@ def glm4_moe(fields: Mapping[str, Any]) -> DecoderConfig:
         num_groups=read.positive(fields, "n_group", 1),
         num_chosen_groups=read.positive(fields, "topk_group", 1),
         shared_width=width * read.positive(fields, "n_shared_experts", 1),
-        dense_layers=first_dense_layers(fields, 1),
     )
-    return DecoderConfig(
-        **read.shape(fields),
-        layers=read.layers(fields, [read.FULL] * num_layers, partial=0.5),
+    shape = read.shape(fields)
+    attention = Attention(
+        *shape.heads,
         qk_norm="head" if read.flag(fields, "use_qk_norm") else None,
         qkv_bias=read.flag(fields, "attention_bias"),
-        activation=read.silu(fields),
-        experts=experts,
+    )
+    mlp = Mlp(shape.intermediate_size, read.silu(fields))
+    of_layers = mlps(mlp, experts, num_layers, first_dense_layers(fields, 1))
+    specs = read.layers(fields, [read.FULL] * num_layers, partial=0.5)
+    return DecoderConfig(
+        **shape.model,
+        layers=decoder_layers(attention, specs, of_layers),
         has_draft_layers=True,
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),

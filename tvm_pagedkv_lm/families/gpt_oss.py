@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, num_experts
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import SOFTMAX_OF_CHOSEN, expert_counts
+from .layers import decoder_layers, mlps
 
 _GATE_FACTOR, _GATE_LIMIT = 1.702, 7.0
 _YARN = {
@@ -51,15 +54,13 @@ def gpt_oss(fields: Mapping[str, Any]) -> DecoderConfig:
             is_transposed=not fields.get("quantization_config"),
         ),
     )
+    shape = read.shape(fields)
+    attention = Attention(*shape.heads, has_sinks=True, qkv_bias=bias, o_bias=bias)
+    mlp = Mlp(shape.intermediate_size, read.silu(fields), clamped_gate=clamped_gate(fields))
+    specs = read.layers(fields, read.layer_kinds(fields, default))
     return DecoderConfig(
-        **read.shape(fields),
-        layers=read.layers(fields, read.layer_kinds(fields, default)),
-        sink_logits=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        activation=read.silu(fields),
-        clamped_gate=clamped_gate(fields),
-        experts=experts,
+        **shape.model,
+        layers=decoder_layers(attention, specs, mlps(mlp, experts, num_layers)),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )

@@ -12,16 +12,18 @@ from typing import Any
 
 from tvm_pagedkv.config import LayerSpec
 
+from ..blocks.attention import Attention
+from ..blocks.mamba2_mixer import Mamba2
+from ..blocks.mlp import Mlp, MlpNames
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, Mamba2Options, Scales, TensorNames
+from ..config.decoder_config import DecoderConfig
 from .family import Family
+from .layers import decoder_layers
 from .mamba2 import mamba2_layer, time_step_limit
 
 _LINEAR = "linear_attention"
 _SPELLINGS = {"mamba": _LINEAR, "attention": read.FULL}  # of older files
-_NAMES = TensorNames(
-    mixer="mamba", mlp="shared_mlp", fused_gate_up="input_linear", down="output_linear"
-)
+_MLP = MlpNames("shared_mlp", fused_gate_up="input_linear", down="output_linear")
 
 
 def granite_hybrid(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -36,23 +38,18 @@ def granite_hybrid(fields: Mapping[str, Any]) -> DecoderConfig:
             raise ValueError(f"{name} is not supported in Granite 4, whose models have none")
     width = read.positive(fields, "shared_intermediate_size", 1024)
     shape = read.shape({**fields, "intermediate_size": width})
-    state = mamba2_layer(fields, shape["hidden_size"] * read.positive(fields, "mamba_expand", 2))
+    state = mamba2_layer(fields, shape.hidden_size * read.positive(fields, "mamba_expand", 2))
     residual = read.positive_number(fields, "residual_multiplier", 1.0) or 1.0
+    scale = read.positive_number(
+        {"attention_multiplier": 1.0, **fields}, "attention_multiplier", None
+    )
+    attention = Attention(*shape.heads, scale=scale, output_scale=residual)
+    mixer = Mamba2(state, "mamba", residual, time_step_limit=time_step_limit(fields))
+    mlp = Mlp(width, read.silu(fields), output_scale=residual, names=_MLP)
     return DecoderConfig(
-        **shape,
-        layers=_layers(fields, state),
-        names=_NAMES,
-        scales=Scales(
-            attention=residual,
-            mixer=residual,
-            mlp=residual,
-            logits=1 / (read.positive_number(fields, "logits_scaling", 1.0) or 1.0),
-        ),
-        mamba2=Mamba2Options(time_step_limit=time_step_limit(fields)),
-        activation=read.silu(fields),
-        attention_scale=read.positive_number(
-            {"attention_multiplier": 1.0, **fields}, "attention_multiplier", None
-        ),
+        **shape.model,
+        layers=decoder_layers(attention, _layers(fields, state), mlp, mixer=mixer),
+        logit_scale=1 / (read.positive_number(fields, "logits_scaling", 1.0) or 1.0),
         embedding_scale=read.positive_number(fields, "embedding_multiplier", 1.0) or 1.0,
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields) if _rotates(fields) else None,

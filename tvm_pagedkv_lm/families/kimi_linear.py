@@ -13,11 +13,16 @@ from typing import Any
 
 from tvm_pagedkv.config import ConvConfig, LayerSpec, RecurrentConfig, RopeConfig
 
+from ..blocks.kimi_delta import KimiDelta
+from ..blocks.latent import LatentAttention
+from ..blocks.moe import MixtureOfExperts
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, TensorNames
+from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, first_dense_layers
+from ..config.layer import Layer
 from .deepseek import with_corrected_choice
 from .family import Family
+from .layers import mlps
 
 _LINEAR = "linear_attention"
 # What the model's makers call the fields -> what other families call them.
@@ -52,25 +57,25 @@ def kimi_linear(fields: Mapping[str, Any]) -> DecoderConfig:
     fields = {**defaults, **renamed, **named}
     num_layers = read.positive(fields, "num_hidden_layers", 27)
     fields |= {"num_hidden_layers": num_layers, "first_k_dense_replace": 0}
-    config = with_corrected_choice({**fields, "rope_parameters": None, "rope_scaling": None})
-    assert config.latent is not None and config.experts is not None
-    layers = {
-        _LINEAR: _delta_net(fields),
-        read.FULL: config.latent.layer(RopeConfig(mode="none")),
-    }
-    experts = replace(
-        config.experts,
-        dense_layers=_dense_layers(renamed, num_layers),
-        names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    unrotated = {**fields, "rope_parameters": None, "rope_scaling": None}
+    config = with_corrected_choice(
+        unrotated, names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
     )
-    return replace(
-        config,
-        layers=tuple(layers[kind] for kind in _kinds(fields, num_layers)),
-        latent=replace(config.latent, is_interleaved=False),
-        experts=experts,
-        names=TensorNames(mixer="self_attn"),
-        has_draft_layers=False,
+    latent, mixture = config.find(LatentAttention), config.find(MixtureOfExperts)
+    assert latent is not None and mixture is not None
+    attention = replace(
+        latent,
+        shape=replace(latent.shape, is_interleaved=False),
+        spec=latent.shape.layer(RopeConfig(mode="none")),
     )
+    mixer = KimiDelta(_delta_net(fields), "self_attn")
+    of_layers = mlps(mixture.mlp, mixture.experts, num_layers, _dense_layers(renamed, num_layers))
+    kinds = zip(_kinds(fields, num_layers), of_layers, strict=True)
+    layers = tuple(
+        Layer(mixer=mixer, mlp=mlp) if kind == _LINEAR else Layer(attention, mlp=mlp)
+        for kind, mlp in kinds
+    )
+    return replace(config, layers=layers, has_draft_layers=False)
 
 
 def _delta_net(fields: Mapping[str, Any]) -> LayerSpec:

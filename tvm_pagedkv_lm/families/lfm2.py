@@ -8,22 +8,18 @@ from typing import Any
 
 from tvm_pagedkv.config import ConvConfig, LayerSpec
 
+from ..blocks.attention import Attention, AttentionNames
+from ..blocks.mlp import Mlp, MlpNames
+from ..blocks.short_conv import ShortConv
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, Norms, TensorNames
+from ..config.decoder_config import DecoderConfig, TensorNames
+from ..config.layer import Norms
 from .family import Family
+from .layers import decoder_layers
 
 _CONV = "conv"
-_NAMES = TensorNames(
-    final_norm="embedding_norm",
-    mixer="conv",
-    mlp="feed_forward",
-    q_norm="q_layernorm",
-    k_norm="k_layernorm",
-    attention_output="out_proj",
-    gate="w1",
-    up="w3",
-    down="w2",
-)
+_ATTENTION = AttentionNames(q_norm="q_layernorm", k_norm="k_layernorm", output="out_proj")
+_MLP = MlpNames("feed_forward", gate="w1", up="w3", down="w2")
 
 
 def lfm2(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -36,18 +32,23 @@ def lfm2(fields: Mapping[str, Any]) -> DecoderConfig:
     default = [read.FULL if i in attends else _CONV for i in range(num_layers)]
     shape = read.shape({**fields, "intermediate_size": _mlp_width(fields)})
     conv = ConvConfig(
-        shape["hidden_size"],
+        shape.hidden_size,
         read.positive(fields, "conv_L_cache", 3),
         has_bias=read.flag(fields, "conv_bias"),
     )
     kinds = read.layer_kinds(fields, default, (read.FULL, _CONV))
-    tied = fields.get("tie_embedding")
+    tied, spec = fields.get("tie_embedding"), LayerSpec("conv", conv=conv)
+    attention = Attention(*shape.heads, qk_norm="head", names=_ATTENTION)
     return DecoderConfig(
-        **shape,
-        layers=read.layers(fields, kinds, {_CONV: LayerSpec("conv", conv=conv)}),
-        names=_NAMES,
-        norms=Norms(before_attention="operator_norm", before_mlp="ffn_norm"),
-        qk_norm="head",
+        **shape.model,
+        layers=decoder_layers(
+            attention,
+            read.layers(fields, kinds, {_CONV: spec}),
+            Mlp(shape.intermediate_size, names=_MLP),
+            mixer=ShortConv(spec, "conv"),
+            norms=Norms(before_attention="operator_norm", before_mlp="ffn_norm"),
+        ),
+        names=TensorNames(final_norm="embedding_norm"),
         tied_embeddings=read.flag(fields, "tie_word_embeddings", True if tied is None else tied),
         longest_text=read.longest_text(fields),
     )

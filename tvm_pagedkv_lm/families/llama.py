@@ -7,16 +7,19 @@ Q of Ministral 3 grows with the position, in every layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, QueryScale
+from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, num_experts
+from ..config.query_scale import QueryScale
 from ..gguf.family import GgufFamily, Header
 from .deepseek import mistral4
 from .family import Family
 from .gguf_keys import SOFTMAX, expert_counts
+from .layers import decoder_layers, mlps
 from .pictures import with_pictures
 
 _MINISTRAL3_ROPE = {
@@ -49,12 +52,9 @@ def ministral3(fields: Mapping[str, Any]) -> DecoderConfig:
     fields = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **fields}
     rope = read.rope_fields(fields) or _MINISTRAL3_ROPE
     fields |= {"rope_parameters": rope, "rope_scaling": None}
-    config = _decoder(fields, _mistral_kind(fields))
     growth = read.query_growth(fields, rope)
-    if growth is None:
-        return config
-    factor, length = growth
-    return replace(config, query_scale=QueryScale(length, factor, tuple(range(config.num_layers))))
+    scale = None if growth is None else QueryScale(floor=growth[1], factor=growth[0])
+    return _decoder(fields, _mistral_kind(fields), query_scale=scale)
 
 
 def mixtral(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -66,26 +66,32 @@ def mixtral(fields: Mapping[str, Any]) -> DecoderConfig:
         read.positive(fields, "intermediate_size"),
         names=ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
     )
-    return _decoder(fields, _mistral_kind(fields), experts)
+    return _decoder(fields, _mistral_kind(fields), experts=experts)
 
 
 def _mistral_kind(fields: Mapping[str, Any]) -> str:
     return read.FULL if fields.get("sliding_window") is None else read.SLIDING
 
 
-def _decoder(fields: Mapping[str, Any], kind: str, experts: Experts | None = None) -> DecoderConfig:
-    bias = read.flag(fields, "attention_bias")
+def _decoder(
+    fields: Mapping[str, Any],
+    kind: str,
+    *,
+    query_scale: QueryScale | None = None,
+    experts: Experts | None = None,
+) -> DecoderConfig:
+    shape, bias = read.shape(fields), read.flag(fields, "attention_bias")
     num_layers = read.positive(fields, "num_hidden_layers")
+    attention = Attention(*shape.heads, qkv_bias=bias, o_bias=bias, query_scale=query_scale)
+    mlp = Mlp(shape.intermediate_size, read.silu(fields), read.flag(fields, "mlp_bias"))
+    specs = read.layers(fields, [kind] * num_layers)
     return DecoderConfig(
-        **read.shape(fields),
-        layers=read.layers(fields, [kind] * num_layers),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=read.flag(fields, "mlp_bias"),
-        activation=read.silu(fields),
+        **shape.model,
+        layers=decoder_layers(
+            attention, specs, mlp if experts is None else mlps(mlp, experts, num_layers)
+        ),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
-        experts=experts,
     )
 
 

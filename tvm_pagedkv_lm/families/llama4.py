@@ -8,14 +8,21 @@ position. Experts multiply their input by the score. Some models have dense laye
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tvm_pagedkv.config import LayerSpec
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp, MlpNames
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, QueryScale, TensorNames
+from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, num_experts
+from ..config.layer import Layer
+from ..config.part import LayerPart
+from ..config.query_scale import QueryScale
 from .family import Family
+from .layers import mlps
 from .pictures import with_pictures
 
 CHUNKED = "chunked_attention"
@@ -37,39 +44,44 @@ def llama4(fields: Mapping[str, Any]) -> DecoderConfig:
         states[CHUNKED] = LayerSpec("mha_chunked", chunk, rope=read.rope(fields, read.FULL))
         kinds = [CHUNKED if each else read.FULL for each in rotates]
         kinds = read.layer_kinds(fields, kinds, (read.FULL, CHUNKED))
-    layers = read.with_rope_where(read.layers(fields, kinds, states), rotates)
-    plain = tuple(i for i, each in enumerate(rotates) if not each)
+    specs = read.with_rope_where(read.layers(fields, kinds, states), rotates)
     scale = QueryScale(
         read.positive(fields, "floor_scale", 8192),
         read.positive_number(fields, "attn_scale", 0.1) or 0.1,
-        plain,
         offset=1,
     )
     bias = read.flag(fields, "attention_bias")
-    return DecoderConfig(
-        **read.shape({**fields, "intermediate_size": fields.get("intermediate_size_mlp", 16384)}),
-        layers=layers,
-        qk_norm="unit" if read.flag(fields, "use_qk_norm", True) else None,
-        qk_norm_layers=tuple(i for i, each in enumerate(rotates) if each),
-        query_scale=scale if plain and fields.get("attn_temperature_tuning", True) else None,
+    dense = fields.get("intermediate_size_mlp", 16384)
+    shape = read.shape({**fields, "intermediate_size": dense})
+    plain = Attention(
+        *shape.heads,
+        query_scale=scale if fields.get("attn_temperature_tuning", True) else None,
         interleaved_rope=True,
         qkv_bias=bias,
         o_bias=bias,
-        activation=read.silu(fields),
-        experts=_experts(fields, num_layers),
-        names=TensorNames(mlp="feed_forward"),
+    )
+    norm = "unit" if read.flag(fields, "use_qk_norm", True) else None
+    rotated = replace(plain, qk_norm=norm, query_scale=None)
+    mlp = Mlp(shape.intermediate_size, read.silu(fields), names=MlpNames("feed_forward"))
+    of_layers = zip(rotates, specs, _mlps(fields, mlp, num_layers), strict=True)
+    return DecoderConfig(
+        **shape.model,
+        layers=tuple(
+            Layer(replace(rotated if is_rotated else plain, spec=spec), mlp=own)
+            for is_rotated, spec, own in of_layers
+        ),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )
 
 
-def _experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
-    """Return the experts; None for small models, whose layers are all dense."""
+def _mlps(fields: Mapping[str, Any], mlp: Mlp, num_layers: int) -> list[LayerPart]:
+    """Return the MLP or the experts of each layer; the layers of small models are all dense."""
     dense_layers = _dense_layers(fields, num_layers)
     if len(dense_layers) == num_layers:
-        return None
+        return [mlp] * num_layers
     width = read.positive(fields, "intermediate_size", 8192)
-    return Experts(
+    experts = Experts(
         num_experts(fields, 16),
         read.positive(fields, "num_experts_per_tok", 1),
         width,
@@ -77,7 +89,6 @@ def _experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
         normalizes=False,
         scales_inputs=True,
         shared_width=width,
-        dense_layers=dense_layers,
         names=ExpertNames(
             block="feed_forward",
             router="router",
@@ -87,6 +98,7 @@ def _experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
             is_transposed=True,
         ),
     )
+    return mlps(mlp, experts, num_layers, dense_layers)
 
 
 def _dense_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

@@ -9,11 +9,13 @@ from typing import Any
 
 from tvm_pagedkv.config import ConvConfig, LayerSpec, RecurrentConfig
 
+from ..blocks.mamba2_mixer import Mamba2
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, Mamba2Options, Norms, TensorNames
+from ..config.decoder_config import DecoderConfig, TensorNames
+from ..config.layer import Layer, Norms
 from .family import Family
 
-_NAMES = TensorNames(model="backbone", embedding="embeddings", final_norm="norm_f", mixer="mixer")
+_NAMES = TensorNames(model="backbone", embedding="embeddings", final_norm="norm_f")
 # What hybrids call the fields of the state -> their names here, and defaults.
 _STATE = {
     "mamba_n_heads": ("num_heads", 128),
@@ -29,13 +31,14 @@ def mamba2(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of Mamba2. The residual has the type of the model."""
     hidden_size = read.positive(fields, "hidden_size", 4096)
     state = {ours: fields.get(name, default) for ours, (name, default) in _STATE.items()}
-    layer = mamba2_layer(state, hidden_size * read.positive(fields, "expand", 2))
+    spec = mamba2_layer(state, hidden_size * read.positive(fields, "expand", 2))
     read.silu(fields)
     bias = read.flag(fields, "use_bias")
+    mixer = Mamba2(spec, time_step_limit=time_step_limit(fields), in_bias=bias, out_bias=bias)
+    layer = Layer(mixer=mixer, norms=Norms(before_attention="norm", before_mlp=None))
     return DecoderConfig(
         vocab_size=read.positive(fields, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=0,
         num_heads=1,  # of attention, which no layer has
         num_kv_heads=1,
         head_dim=8,
@@ -44,8 +47,6 @@ def mamba2(fields: Mapping[str, Any]) -> DecoderConfig:
         context_length=read.positive(fields, "max_position_embeddings", 1 << 20),
         norm_eps=read.positive_number(fields, "layer_norm_epsilon", 1e-5) or 1e-5,
         names=_NAMES,
-        norms=Norms(before_attention="norm", before_mlp=None),
-        mamba2=Mamba2Options(time_step_limit=time_step_limit(fields), in_bias=bias, out_bias=bias),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
     )
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import ExpertNames, Experts, num_experts
 from .family import Family
+from .layers import decoder_layers, mlps
 
 NAMES = ExpertNames(
     block="block_sparse_moe",
@@ -35,12 +38,13 @@ def minimax_m2(fields: Mapping[str, Any]) -> DecoderConfig:
         has_correction=True,
         names=NAMES,
     )
+    shape = read.shape(fields)
+    attention = Attention(*shape.heads, qk_norm="projection")
+    mlp = Mlp(shape.intermediate_size, read.silu(fields))
+    specs = read.layers(fields, [read.FULL] * num_layers, partial=1.0)
     return DecoderConfig(
-        **read.shape(fields),
-        layers=read.layers(fields, [read.FULL] * num_layers, partial=1.0),
-        qk_norm="projection",
-        activation=read.silu(fields),
-        experts=experts,
+        **shape.model,
+        layers=decoder_layers(attention, specs, mlps(mlp, experts, num_layers)),
         has_draft_layers=True,
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),

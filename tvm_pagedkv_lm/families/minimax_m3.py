@@ -13,12 +13,17 @@ from typing import Any
 
 from tvm_pagedkv.config import LayerSpec
 
+from ..blocks.attention import Attention, AttentionNames
+from ..blocks.mlp import Mlp, MlpNames
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig, TensorNames
 from ..config.expert_config import ExpertNames, Experts, num_experts
 from ..config.index_config import Blocks, IndexConfig
+from ..config.layer import Layer
+from ..config.part import LayerPart
 from .family import Family
 from .gpt_oss import clamped_gate
+from .layers import mlps
 from .minimax import NAMES, with_partial_rotation
 
 _SPARSE = "minimax_m3_sparse"  # in layer_types
@@ -43,16 +48,23 @@ _ONLY = {
 
 def minimax_m3(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of MiniMax M3 as published, with an encoder of pictures."""
-    config = minimax_m3_text(read.text_model(fields))
-    assert config.experts is not None
-    names = TensorNames(
-        model="language_model.model", lm_head="language_model.lm_head", index="index_"
-    )
-    return replace(config, names=names, experts=replace(config.experts, names=NAMES))
+    config = _decoder(read.text_model(fields), NAMES, AttentionNames(index="index_"), MlpNames())
+    names = TensorNames(model="language_model.model", lm_head="language_model.lm_head")
+    return replace(config, names=names)
 
 
 def minimax_m3_text(fields: Mapping[str, Any]) -> DecoderConfig:
     """Read the fields of the text model alone, whose tensors are named as in transformers."""
+    names = ExpertNames(fused_gate_up="gate_up_proj", is_stacked=True)
+    return _decoder(fields, names, AttentionNames(), MlpNames(fused_gate_up="gate_up_proj"))
+
+
+def _decoder(
+    fields: Mapping[str, Any],
+    expert_names: ExpertNames,
+    attention_names: AttentionNames,
+    mlp_names: MlpNames,
+) -> DecoderConfig:
     sparse = fields.get("sparse_attention_config") or {}
     if not isinstance(sparse, Mapping):
         raise ValueError(f"sparse_attention_config must be an object, got {sparse!r}")
@@ -70,10 +82,45 @@ def minimax_m3_text(fields: Mapping[str, Any]) -> DecoderConfig:
     kinds = read.layer_kinds(fields, [read.FULL] * num_layers, (read.FULL, _SPARSE))
     if not sparse.get("use_sparse_attention", True):
         kinds = [read.FULL] * num_layers
-    return _with_indexer(fields, kinds, _m3_experts(fields, num_layers))
+    shape, index = read.shape(fields), _index(fields)
+    if shape.num_kv_heads % index.num_heads:
+        raise ValueError(
+            f"index_n_heads ({index.num_heads}) must divide num_key_value_heads "
+            f"({shape.num_kv_heads}): a head chooses for some KV heads"
+        )
+    attention = Attention(*shape.heads, qk_norm="head", names=attention_names)
+    known = {"silu": "silu", "swigluoai": "silu"}
+    mlp = Mlp(
+        read.positive(fields, "dense_intermediate_size", 12288),
+        read.activation(fields, "hidden_act", known, "silu"),
+        clamped_gate=clamped_gate(fields),
+        names=mlp_names,
+    )
+    of_layers = zip(kinds, _mlps(fields, mlp, expert_names, num_layers), strict=True)
+    return DecoderConfig(
+        **shape.model,
+        layers=tuple(
+            Layer(
+                replace(
+                    attention,
+                    spec=LayerSpec(rope=index.rope, lists=kind == _SPARSE),
+                    index=replace(index, chooses=kind == _SPARSE),
+                ),
+                mlp=own,
+            )
+            for kind, own in of_layers
+        ),
+        norm_offset=1.0,
+        has_draft_layers=True,
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+    )
 
 
-def _m3_experts(fields: Mapping[str, Any], num_layers: int) -> Experts:
+def _mlps(
+    fields: Mapping[str, Any], mlp: Mlp, names: ExpertNames, num_layers: int
+) -> list[LayerPart]:
+    """Return the experts of each layer, or the MLP of those without experts."""
     has_experts = read.flags(fields, "moe_layer_freq", [True] * num_layers)
     if fields.get("mlp_layer_types") is not None:
         kinds = fields["mlp_layer_types"]
@@ -82,7 +129,7 @@ def _m3_experts(fields: Mapping[str, Any], num_layers: int) -> Experts:
                 f"mlp_layer_types must say dense or sparse for {num_layers} layers, got {kinds!r}"
             )
         has_experts = [kind == "sparse" for kind in kinds]
-    return Experts(
+    experts = Experts(
         num_experts(fields, 128),
         read.positive(fields, "num_experts_per_tok", 4),
         read.positive(fields, "intermediate_size", 3072),
@@ -90,21 +137,20 @@ def _m3_experts(fields: Mapping[str, Any], num_layers: int) -> Experts:
         scale=read.positive_number(fields, "routed_scaling_factor", 2.0) or 2.0,
         has_correction=True,
         shared_width=read.positive(fields, "shared_intermediate_size", 3072),
-        dense_layers=tuple(i for i, each in enumerate(has_experts) if not each),
-        names=ExpertNames(fused_gate_up="gate_up_proj", is_stacked=True),
+        names=names,
     )
+    dense_layers = [i for i, each in enumerate(has_experts) if not each]
+    return mlps(mlp, experts, num_layers, dense_layers)
 
 
-def _with_indexer(fields: Mapping[str, Any], kinds: list[str], experts: Experts) -> DecoderConfig:
-    shape = read.shape(fields)
-    shape["intermediate_size"] = read.positive(fields, "dense_intermediate_size", 12288)
+def _index(fields: Mapping[str, Any]) -> IndexConfig:
+    """Return the index heads, which rotate as attention does."""
     rotation = read.rope(fields, read.FULL, partial=1.0)
-    indexer = IndexConfig(
+    index = IndexConfig(
         read.positive(fields, "index_n_heads", 4),
         read.positive(fields, "index_head_dim", 128),
         read.positive(fields, "index_topk_blocks", 16),
         is_interleaved=False,
-        layers=tuple(i for i, kind in enumerate(kinds) if kind == _SPARSE),
         blocks=Blocks(
             read.positive(fields, "index_block_size", 128),
             read.not_negative(fields, "index_init_blocks", 0),
@@ -112,34 +158,12 @@ def _with_indexer(fields: Mapping[str, Any], kinds: list[str], experts: Experts)
         ),
         rope=rotation,
     )
-    if shape["num_kv_heads"] % indexer.num_heads:
+    if index.dim < (rotation.rotary_dim or 0):
         raise ValueError(
-            f"index_n_heads ({indexer.num_heads}) must divide num_key_value_heads "
-            f"({shape['num_kv_heads']}): a head chooses for some KV heads"
-        )
-    if indexer.dim < (rotation.rotary_dim or 0):
-        raise ValueError(
-            f"index_head_dim ({indexer.dim}) must be at least the rotated part of a head "
+            f"index_head_dim ({index.dim}) must be at least the rotated part of a head "
             f"({rotation.rotary_dim})"
         )
-    layers = [LayerSpec(rope=rotation, lists=kind == _SPARSE) for kind in kinds]
-    return DecoderConfig(
-        **shape,
-        layers=tuple(each for i, layer in enumerate(layers) for each in (layer, indexer.layer(i))),
-        layers_per_block=2,
-        norm_offset=1.0,
-        qk_norm="head",
-        indexer=indexer,
-        activation=read.activation(
-            fields, "hidden_act", {"silu": "silu", "swigluoai": "silu"}, "silu"
-        ),
-        clamped_gate=clamped_gate(fields),
-        experts=experts,
-        names=TensorNames(fused_gate_up="gate_up_proj"),
-        has_draft_layers=True,
-        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
-        longest_text=read.longest_text(fields),
-    )
+    return index
 
 
 FAMILIES = (

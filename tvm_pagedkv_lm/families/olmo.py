@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, Norms
+from ..config.decoder_config import DecoderConfig
+from ..config.layer import Norms
 from ..gguf.family import NORMS_AFTER as GGUF_NORMS_AFTER
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import layer_types
+from .layers import decoder_layers
 
 NORMS_AFTER = Norms(
     before_attention=None,
@@ -39,15 +43,12 @@ def olmo3(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _decoder(fields: Mapping[str, Any], kinds: Sequence[str]) -> DecoderConfig:
-    bias = read.flag(fields, "attention_bias")
+    shape, bias = read.shape({"rms_norm_eps": 1e-5, **fields}), read.flag(fields, "attention_bias")
+    attention = Attention(*shape.heads, qk_norm="projection", qkv_bias=bias, o_bias=bias)
+    mlp = Mlp(shape.intermediate_size, read.silu(fields))
     return DecoderConfig(
-        **read.shape({"rms_norm_eps": 1e-5, **fields}),
-        layers=read.layers(fields, kinds),
-        norms=NORMS_AFTER,
-        qk_norm="projection",
-        qkv_bias=bias,
-        o_bias=bias,
-        activation=read.silu(fields),
+        **shape.model,
+        layers=decoder_layers(attention, read.layers(fields, kinds), mlp, norms=NORMS_AFTER),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )

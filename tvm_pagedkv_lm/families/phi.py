@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..blocks.attention import Attention, AttentionNames
+from ..blocks.mlp import Mlp, MlpNames
 from ..config import fields as read
-from ..config.decoder_config import DecoderConfig, TensorNames
+from ..config.decoder_config import DecoderConfig
 from ..gguf.family import GgufFamily, Header
 from .family import Family
+from .layers import decoder_layers
 
 
 def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -23,11 +26,14 @@ def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
     defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
     fields = {**defaults, **fields, "rope_scaling": _scaling(fields)}
     num_layers = read.positive(fields, "num_hidden_layers")
+    shape = read.shape(fields)
+    attention = Attention(*shape.heads, names=AttentionNames(fused_qkv="qkv_proj"))
+    names = MlpNames(fused_gate_up="gate_up_proj")
+    mlp = Mlp(shape.intermediate_size, read.silu(fields), names=names)
+    specs = read.layers(fields, [kind] * num_layers, partial=1.0)
     return DecoderConfig(
-        **read.shape(fields),
-        layers=read.layers(fields, [kind] * num_layers, partial=1.0),
-        names=TensorNames(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
-        activation=read.silu(fields),
+        **shape.model,
+        layers=decoder_layers(attention, specs, mlp),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
     )

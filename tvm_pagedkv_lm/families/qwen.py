@@ -7,15 +7,19 @@ layers may have a window. Qwen3-MoE has experts in place of MLPs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..blocks.attention import Attention
+from ..blocks.mlp import Mlp
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import Experts, dense_layers, num_experts
 from ..gguf.family import GgufFamily, Header
 from .family import Family
 from .gguf_keys import SOFTMAX, expert_counts
+from .layers import decoder_layers, mlps
 
 _HIDDEN_SIZE_OF_72B = 8192
 
@@ -25,8 +29,8 @@ def qwen2(fields: Mapping[str, Any]) -> DecoderConfig:
 
     In the models of 72 B, hidden states of a few channels exceed the range of float16.
     """
-    is_72b = read.positive(fields, "hidden_size") >= _HIDDEN_SIZE_OF_72B
-    return _decoder(fields, qkv_bias=True, overflows_float16=is_72b)
+    config = _decoder(fields, qkv_bias=True)
+    return replace(config, overflows_float16=config.hidden_size >= _HIDDEN_SIZE_OF_72B)
 
 
 def qwen3(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -42,25 +46,34 @@ def qwen3_moe(fields: Mapping[str, Any]) -> DecoderConfig:
         read.positive(fields, "num_experts_per_tok", 8),
         read.positive(fields, "moe_intermediate_size", 768),
         normalizes=read.flag(fields, "norm_topk_prob"),
-        dense_layers=dense_layers(fields, num_layers),
     )
+    dense = dense_layers(fields, num_layers)
     fields = {"intermediate_size": 6144, **fields, "max_window_layers": 0, "layer_types": None}
-    return _qwen3(fields, experts=experts)
+    return _qwen3(fields, experts, dense)
 
 
-def _qwen3(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
+def _qwen3(
+    fields: Mapping[str, Any], experts: Experts | None = None, dense: Sequence[int] = ()
+) -> DecoderConfig:
     bias = read.flag(fields, "attention_bias")
-    return _decoder(fields, qkv_bias=bias, o_bias=bias, qk_norm="head", **own)
+    return _decoder(fields, experts, dense, qkv_bias=bias, o_bias=bias, qk_norm="head")
 
 
-def _decoder(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
+def _decoder(
+    fields: Mapping[str, Any],
+    experts: Experts | None = None,
+    dense: Sequence[int] = (),
+    **of_attention: Any,
+) -> DecoderConfig:
+    shape, kinds = read.shape(fields), _kinds(fields)
+    attention = Attention(*shape.heads, **of_attention)
+    mlp = Mlp(shape.intermediate_size, read.silu(fields))
+    of_layers = mlp if experts is None else mlps(mlp, experts, len(kinds), dense)
     return DecoderConfig(
-        **read.shape(fields),
-        layers=read.layers(fields, _kinds(fields)),
-        activation=read.silu(fields),
+        **shape.model,
+        layers=decoder_layers(attention, read.layers(fields, kinds), of_layers),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
         longest_text=read.longest_text(fields),
-        **own,
     )
 
 

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..config import fields as read
 from ..config.decoder_config import DecoderConfig
 from ..gguf.family import GgufFamily
 from .family import Family
+from .layers import with_cache_layers
 from .llama import llama
 
 
@@ -29,8 +29,8 @@ def smollm3(fields: Mapping[str, Any]) -> DecoderConfig:
         if read.SLIDING in kinds and not has_windows:
             raise ValueError("layer_types has windows, which use_sliding_window disables")
     fields = {"rope_theta": 2e6, "tie_word_embeddings": True, **fields}
-    layers = read.layers(fields, kinds)
-    return replace(llama(fields), layers=read.with_rope_where(layers, rotates))
+    specs = read.with_rope_where(read.layers(fields, kinds), rotates)
+    return with_cache_layers(llama(fields), specs)
 
 
 FAMILIES = (

@@ -130,15 +130,15 @@ def cache_config(
         )
     # With a sliding window, positions change as the window moves, so K is rotated when it is read.
     mode = "inline" if options.sliding_window else "normal"
-    ropes = [_in_mode(layer.rope or RopeConfig(), mode) for layer in config.layers]
-    shares = [share_of(each, options.num_shards) for each in config.layers]
+    ropes = [_in_mode(layer.rope or RopeConfig(), mode) for layer in config.cache_layers]
+    shares = [share_of(each, options.num_shards) for each in config.cache_layers]
     layers = [replace(each, rope=rope) for each, rope in zip(shares, ropes, strict=True)]
     layers = [_with_types(each, options) for each in layers]
     for index, _ in options.budgets:
-        at = index * config.layers_per_block
+        at = config.cache_index(index)
         layers[at] = replace(layers[at], page_bounds=True)
     for index, scales in options.kv_scales:
-        at = index * config.layers_per_block
+        at = config.cache_index(index)
         layers[at] = replace(layers[at], kv_scales=scales)
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
     return KVCacheConfig(
@@ -157,6 +157,6 @@ def cache_config(
         sliding_window=options.sliding_window,
         logit_softcap=config.attention_softcap,
         enable_kv_transfer=enable_kv_transfer,
-        layer_indptr=[i * config.layers_per_block for i in options.layer_indptr] or None,
+        layer_indptr=[config.cache_index(i) for i in options.layer_indptr] or None,
         stage=options.stage,
     )

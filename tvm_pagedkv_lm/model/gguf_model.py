@@ -10,7 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..blocks.moe import MixtureOfExperts
 from ..config.decoder_config import DecoderConfig
+from ..config.part import LayerPart
 from ..families.gguf_fields import config_fields, gguf_family, num_extra_layers
 from ..families.registry import config_from_fields, with_eos
 from ..gguf.experts import NAMES
@@ -64,14 +66,13 @@ class GgufModel:
             text = str(error)
             where = "" if text.startswith(str(self.path)) else f"{self.path}: "
             raise ValueError(f"{where}{text}") from None
-        if config.experts is not None and not config.experts.beside_mlp:
-            config = replace(config, experts=replace(config.experts, names=NAMES))
+        config = config.map(_with_names)
         self._tensors = GgufTensors(
             self._file,
             gguf_family(self._metadata),
             config.num_heads,
             config.num_kv_heads,
-            len(config.layers),
+            config.num_layers,
             num_extra_layers(self._metadata),
         )
         self._config = replace(config, dtype=self._tensors.dtype())
@@ -132,3 +133,10 @@ class GgufModel:
     @cached_property
     def _digest(self) -> str:
         return content_digest({self.path: [info.begin for info in self._file.tensors.values()]})
+
+
+def _with_names(part: LayerPart) -> LayerPart:
+    """Return a part with the names of experts that all files have alike."""
+    if not isinstance(part, MixtureOfExperts):
+        return part
+    return replace(part, experts=replace(part.experts, names=NAMES))

@@ -10,8 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..blocks.mlp import Mlp
+from ..blocks.moe import MixtureOfExperts
 from ..config.decoder_config import DecoderConfig
 from ..config.json_files import check_content, read_json
+from ..config.part import LayerPart
 from ..families.pictures import as_stored
 from ..families.registry import config_from_directory
 from ..text import added_tokens, tiktoken
@@ -89,7 +92,7 @@ class HuggingFaceModel:
         if f"{config.names.lm_head}.weight" in stored:
             # Files of fine-tuned models may still have the ``tie_word_embeddings`` of their base.
             config = replace(config, tied_embeddings=False)
-        return config if config.experts is None else _with_layout(config, stored)
+        return _with_layout(config, stored)
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
@@ -179,17 +182,25 @@ def _with_layout(config: DecoderConfig, stored: Sequence[str]) -> DecoderConfig:
     tensor has the matrices of all. In Kimi Linear's by transformers, layers without experts have
     their MLP in the part that others call the experts'.
     """
-    experts = config.experts
-    assert experts is not None
-    names = experts.names
-    if names.is_stacked:
+    found, dense = config.find(MixtureOfExperts), config.find(Mlp)
+    if found is None or found.experts.names.is_stacked:
         return config
-    if experts.dense_layers and not any(f".{config.names.mlp}." in x for x in stored):
-        config = replace(config, names=replace(config.names, mlp=names.block))
+    names = found.experts.names
+    mlp_block = names.block
+    if dense is not None and any(f".{dense.names.block}." in name for name in stored):
+        mlp_block = dense.names.block
     fused = f".{names.block}.{names.experts}.gate_up_proj"
     if any(name.endswith(fused) for name in stored):
         names = replace(names, fused_gate_up="gate_up_proj", is_stacked=True)
-    return replace(config, experts=replace(experts, names=names))
+
+    def change(part: LayerPart) -> LayerPart:
+        if isinstance(part, MixtureOfExperts):
+            return replace(part, experts=replace(part.experts, names=names))
+        if isinstance(part, Mlp):
+            return replace(part, names=replace(part.names, block=mlp_block))
+        return part
+
+    return config.map(change)
 
 
 def open_model(model: str | Path | None) -> ModelSource:

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tir_kernels.codec import Codec, CodecPair, codec_of
-from tvm_pagedkv.config import ATTENTION_KINDS, ITEMSIZE, LayerSpec
+from tir_kernels.codec import codec_of
+from tvm_pagedkv.config import ITEMSIZE
 
+from ..blocks.beside_mlp import ExpertsBesideMlp
+from ..blocks.moe import MixtureOfExperts
 from ..config.decoder_config import DecoderConfig
+from ..config.expert_config import Experts
 from .decoder_weights import weights
 
 
@@ -47,17 +50,17 @@ class Work:
         page_size: int = 16,
         state_dtype: str = "float32",
     ):
-        c, self.experts = config, config.experts
-        sources = [dict(c.shared_kv).get(i, i) for i in range(len(c.layers))]
-        ids = [i for i, source in enumerate(sources) if c.layers[source].kind in ATTENTION_KINDS]
-        attention = [c.layers[sources[i]] for i in ids]
-        states = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
-        self.windows = [(layer.kind, _limit(c, layer)) for layer in attention]
+        c, self._experts = config, _experts(config)
+        of_layers = [(i, x.attention) for i, x in enumerate(c.layers) if x.attention is not None]
+        ids, attention = [i for i, _ in of_layers], [each for _, each in of_layers]
+        states = [layer.recurrent for layer in c.cache_layers if layer.recurrent is not None]
+        self.windows = [(each.pages.kind, each.most_positions) for each in attention]
         # Within a budget, a decode step reads some pages, and the bounds of all, two rows of K.
         self.decode_windows, self.bounds_bytes = list(self.windows), 0.0
         for index, budget in budgets:
-            self.decode_windows[ids.index(index * c.layers_per_block)] = "mha", budget
-            width = c.kv_heads_of(index) * c.head_dim_of(index)
+            self.decode_windows[ids.index(index)] = "mha", budget
+            spec = c.layers[index].cache_layers[0]
+            width = (spec.num_kv_heads or c.num_kv_heads) * (spec.qk_head_dim or c.head_dim)
             self.bounds_bytes += 2 * width * itemsize / page_size
         matrices = [
             (sum(part.size for part in weight.parts), weight.experts > 1)
@@ -80,17 +83,14 @@ class Work:
         if expert_bytes is None:
             expert_bytes = self.expert_weights * itemsize
         self.expert_bytes = expert_bytes
-        # A pair of a row and a position multiplies rows of K and of V with it, absorbed in MLA.
-        self.widths = [(each.qk_head_dim or c.head_dim) * c.num_heads for each in attention]
-        if c.latent is not None:
-            absorbed = (c.latent.width + c.latent.rank) * c.num_heads // 2
-            self.widths = [absorbed] * len(attention)
+        # A pair of a row and a position multiplies rows of K and of V with it.
+        self.widths = [each.product_width for each in attention]
         # A pair of a row and a position multiplies all index heads with a key.
-        dims = 0 if c.indexer is None else c.indexer.dim * len(c.indexer.layers)
-        self.index_width = 0 if c.indexer is None else c.indexer.num_heads * dims
-        self.index_bytes = dims * itemsize
+        indexes = [each.index for each in attention if each.index and each.index.chooses]
+        self.index_width = sum(index.num_heads * index.dim for index in indexes)
+        self.index_bytes = sum(index.dim for index in indexes) * itemsize
         codec = codec_of(kv_dtype or "")
-        self.position_bytes = [_position_bytes(c, each, itemsize, codec) for each in attention]
+        self.position_bytes = [each.position_bytes(itemsize, codec) for each in attention]
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
         """Return the flops of a step in linear layers, attention, indexers and recurrences.
@@ -142,20 +142,15 @@ class Work:
 
     def _share_of_experts(self, rows: int) -> float:
         """Return the largest share of a layer's experts that so many rows can choose."""
-        if self.experts is None:
+        if self._experts is None:
             return 0.0
-        return min(1.0, rows * self.experts.num_chosen / self.experts.num_experts)
+        return min(1.0, rows * self._experts.num_chosen / self._experts.num_experts)
 
 
 def _seen(lengths: np.ndarray, windows: Sequence[tuple[str, int | None]]) -> list[int]:
     """Return for each layer the positions that the last rows of all sequences see, summed."""
     seen = {each: _num_seen(lengths, *each) for each in set(windows)}
     return [seen[each] for each in windows]
-
-
-def _limit(c: DecoderConfig, layer: LayerSpec) -> int | None:
-    """Return how many positions a row of a layer attends to at most; None: all."""
-    return c.indexer.num_positions if c.indexer is not None and layer.lists else layer.window
 
 
 def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:
@@ -167,18 +162,8 @@ def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:
     return int(np.minimum(lengths, window).sum())
 
 
-def _position_bytes(
-    c: DecoderConfig, layer: LayerSpec, itemsize: int, codec: Codec | CodecPair | None
-) -> int:
-    """Return the bytes of a position in the pages of a layer."""
-    if c.latent is not None:
-        if codec is None:
-            return c.latent.width * itemsize
-        scales = codec.k.scale_bytes(c.latent.width, c.latent.rank)
-        return codec.k.row_bytes(c.latent.width) + scales
-    num_heads, dim = layer.num_kv_heads or c.num_kv_heads, layer.qk_head_dim or c.head_dim
-    if codec is None:
-        return num_heads * 2 * dim * itemsize
-    return num_heads * sum(
-        each.row_bytes(dim) + each.scale_bytes(dim, dim) for each in (codec.k, codec.v)
-    )
+def _experts(config: DecoderConfig) -> Experts | None:
+    """Return the experts of a layer; None if there are none."""
+    beside = config.find(ExpertsBesideMlp)
+    found = config.find(MixtureOfExperts) if beside is None else beside.experts
+    return None if found is None else found.experts

@@ -16,14 +16,14 @@ import numpy as np
 import tvm_ffi
 
 from tvm_pagedkv.compiler import resolve_target, vector_target
-from tvm_pagedkv.config import KV_KINDS
 from tvm_pagedkv.distributed import process_session, threaded_session
 
-from ..blocks.mixers import check_share
+from ..blocks.mixers import Mixer
 from ..config.checks import check_positive
 from ..config.decoder_config import DecoderConfig
 from ..config.default_dtype import default_dtype
 from ..config.options import BuildOptions, check_batch_invariant, check_states
+from ..config.part import AttentionPart, LayerPart
 from ..model.decoder_weights import matrix_bytes
 from ..model.executable import executable_file
 from ..model.model import check_cache, read_model
@@ -67,46 +67,50 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
     """Raise a ValueError if the number of shards does not divide the heads and the MLP."""
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
-    if num_shards > 1 and config.qk_norm == "projection":
-        raise ValueError(
-            "num_shards must be 1: the model normalizes Q and K over all heads (OLMo 2 and 3, "
-            f"MiniMax M2), which workers that share the heads do not do; got {num_shards}"
-        )
-    if num_shards > 1 and config.latent is not None:
-        raise ValueError(
-            "num_shards must be 1: workers do not share latent attention (MLA), whose rows all "
-            f"heads read; got {num_shards}"
-        )
-    if num_shards > 1 and config.indexer is not None:
-        raise ValueError(
-            "num_shards must be 1: workers do not share the heads of an indexer (MiniMax M3); got "
-            f"{num_shards}"
-        )
-    if num_shards > 1 and config.is_whole:
-        raise ValueError(
-            "num_shards must be 1: workers do not share layers that attend to the K and V of "
-            "others, have heads of their own widths or per-layer embeddings (Gemma 3n and 4); got "
-            f"{num_shards}"
-        )
-    has_attention = any(layer.kind in KV_KINDS for layer in config.layers)
-    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-        if "heads" in name and not has_attention:
-            continue
-        if getattr(config, name) % num_shards:
+    parts = sorted(config.parts, key=_place)
+    for part in parts:
+        if num_shards > 1 and part.whole_because:
+            raise ValueError(f"num_shards must be 1: {part.whole_because}; got {num_shards}")
+    counts = [each for part in parts for each in part.shared_counts.items()]
+    for name, count in counts:
+        if count % num_shards:
             raise ValueError(
-                f"num_shards must divide {name} ({getattr(config, name)}) of the model, got "
-                f"{num_shards}"
+                f"num_shards must divide {name} ({count}) of the model, got {num_shards}"
             )
-    check_share(config, num_shards)
 
 
-def check_stages(config: DecoderConfig, num_stages: int) -> None:
-    """Raise a ValueError if layers of a model cannot be in several stages."""
+def _place(part: LayerPart) -> int:
+    """Return the order in which errors name parts: attention first, states last."""
+    return 0 if isinstance(part, AttentionPart) else 2 if isinstance(part, Mixer) else 1
+
+
+def check_stages(config: DecoderConfig, layer_indptr: Sequence[int]) -> None:
+    """Raise a ValueError if layers of a model cannot be in these stages.
+
+    Parameters
+    ----------
+    config : DecoderConfig
+    layer_indptr : sequence of int
+        As `resolve_stages` returns it.
+    """
+    num_stages = len(layer_indptr) - 1
     if num_stages > 1 and config.is_connected:
         raise ValueError(
             "stages must be 1: the model has layers that attend to the K and V of others, or "
             f"per-layer embeddings (Gemma 3n and 4), which one stage must have; got {num_stages}"
         )
+    choosing = [
+        i
+        for i, layer in enumerate(config.layers)
+        if layer.attention is None or layer.attention.chooses_positions
+    ]
+    for begin in layer_indptr[:-1]:
+        if begin not in choosing:
+            chooses = max(layer for layer in choosing if layer < begin)
+            raise ValueError(
+                f"a stage may not begin with layer {begin}, which attends to the positions that "
+                f"layer {chooses} has chosen; layers that choose: {choosing}"
+            )
 
 
 class ParallelModel:
@@ -198,9 +202,7 @@ class ParallelModel:
                 f"{source.path}"
             )
         indptr = resolve_stages(stages, config.num_layers)
-        if config.indexer is not None:
-            config.indexer.check_stages(indptr)
-        check_stages(config, len(indptr) - 1)
+        check_stages(config, indptr)
         num_stages = len(indptr) - 1
         # Compiled here, so that the workers find the files in the disk cache.
         options = [

@@ -22,6 +22,7 @@ from tvm_pagedkv.cache import KVCache
 from tvm_pagedkv.compiler import load_library, resolve_target
 from tvm_pagedkv.distributed import Worker, current_worker
 
+from ..blocks.decoder import row_width
 from ..config.options import BuildOptions
 from ..model.caches import Caches
 from ..model.decoder_weights import load_parameters
@@ -153,7 +154,7 @@ class ModelWorker:
             ids = tvm.runtime.tensor(np.asarray(tokens, "int32"))
             x = function["embed"](ids, self.parameters)
         else:
-            x = tvm.runtime.empty((len(tokens), self.config.row_width), options.dtype)
+            x = tvm.runtime.empty((len(tokens), row_width(self.config)), options.dtype)
             self.worker.receive_into(x)
         if not options.is_last:
             self.worker.send_on(function["hidden"](x, cache, self.parameters))

@@ -48,7 +48,8 @@ def layer_scales(
         return ()
     _check_type(config.calibrated_for, tensors, kv_dtype)
     names = _scale_names(config, tensors)
-    layers = [i for i in range(config.num_layers) if config.layers_of(i)[0].kind in MHA_KINDS]
+    specs = [layer.cache_layers[0] for layer in config.layers]
+    layers = [i for i, spec in enumerate(specs) if spec.kind in MHA_KINDS]
     if not any((i, letter) in names for i in layers for letter in "kv"):
         raise ValueError(
             f"{tensors.path} has no static scales of K and V, such as {config.names.model}.layers."
@@ -59,7 +60,7 @@ def layer_scales(
         missing = [letter for letter in "kv" if (i, letter) not in names]
         if missing:
             raise ValueError(f"{tensors.path} lacks {missing[0]}_scale of layer {i}")
-        num_heads = config.layers_of(i)[0].num_kv_heads or config.num_kv_heads
+        num_heads = specs[i].num_kv_heads or config.num_kv_heads
         scales = tuple(_read(tensors, names[i, letter], num_heads) for letter in "kv")
         try:
             found.append((i, LayerSpec(kv_scales=scales).kv_scales))

@@ -134,6 +134,9 @@ class Weight:
         return np.split(values, num_shards, axis=("rows", "columns").index(self.split))[shard]
 
 
+Weights = Iterator[tuple[str, Weight]]  # names of parameters, and where their values come from
+
+
 def vector(
     ours: str,
     theirs: str,
@@ -207,7 +210,7 @@ def rows(
     *,
     bias: bool = False,
     is_split: bool = True,
-) -> Iterator[tuple[str, Weight]]:
+) -> Weights:
     """Yield projections of one input as one matrix.
 
     Workers divide the rows of each projection, unless it is not `is_split`.
@@ -224,7 +227,7 @@ def rows(
 
 def channels(
     ours: str, theirs: str, outputs: Sequence[Output], width: int, *, bias: bool
-) -> Iterator[tuple[str, Weight]]:
+) -> Weights:
     """Yield the weights of a short convolution, whose channels the workers divide."""
     parts = tuple(each.part(theirs, "weight", (1, width)) for each in outputs)
     yield f"{ours}_weight", Weight(parts, False, "rows")
@@ -235,7 +238,7 @@ def channels(
 
 def columns(
     ours: str, theirs: str, shape: tuple[int, int], *, bias: bool = False, scale: float = 1.0
-) -> Iterator[tuple[str, Weight]]:
+) -> Weights:
     """Yield a projection whose input features the workers divide."""
     part = Part(f"{theirs}.weight", shape, scale=scale)
     yield f"{ours}.weight", Weight((part,), True, "columns")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from tir_kernels.semantics.rope import RopeTable, inverse_frequencies  # noqa: E
 from tir_kernels.spec import RopeSpec  # noqa: E402
 from tvm_pagedkv import RopeConfig  # noqa: E402
 from tvm_pagedkv_lm import DecoderConfig, DecoderModel, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm.blocks.latent import LatentAttention  # noqa: E402
+from tvm_pagedkv_lm.blocks.moe import MixtureOfExperts  # noqa: E402
 from tvm_pagedkv_lm.families.registry import FAMILIES  # noqa: E402
 
 from ...support.cases.models.model_cases import (  # noqa: E402
@@ -63,20 +66,23 @@ def test_defaults(model_type):
     epsilon = next(getattr(theirs, name) for name in EPSILONS if hasattr(theirs, name))
     assert ours.norm_eps == epsilon
     assert ours.tied_embeddings == theirs.tie_word_embeddings
-    if ours.latent is None and model_type not in ("mamba2", "gemma4_text"):
+    is_latent = ours.find(LatentAttention) is not None
+    if not is_latent and model_type not in ("mamba2", "gemma4_text"):
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // 4
         assert ours.head_dim == head_dim
     rotations = getattr(theirs, "rope_parameters", None) or {}
-    for layer in {x for x in ours.layers if x.rope is not None and x.rope.mode != "none"}:
+    for layer in {x for x in ours.cache_layers if x.rope is not None and x.rope.mode != "none"}:
         kind = "sliding_attention" if layer.window else "full_attention"
         assert layer.rope.theta == rotations.get(kind, rotations)["rope_theta"]
-    windows = {layer.window for layer in ours.layers if layer.kind == "mha_sliding"}
+    windows = {layer.window for layer in ours.cache_layers if layer.kind == "mha_sliding"}
     assert windows <= {getattr(theirs, "sliding_window", None)}
-    if ours.experts is not None:
-        assert ours.experts.scale == getattr(theirs, "routed_scaling_factor", 1.0)
-        assert ours.experts.num_chosen == theirs.num_experts_per_tok
+    mixture = ours.find(MixtureOfExperts)
+    if mixture is not None:
+        experts = mixture.experts
+        assert experts.scale == getattr(theirs, "routed_scaling_factor", 1.0)
+        assert experts.num_chosen == theirs.num_experts_per_tok
         if getattr(theirs, "n_group", None) and model_type != "mistral4":
-            groups = ours.experts.num_groups, ours.experts.num_chosen_groups
+            groups = experts.num_groups, experts.num_chosen_groups
             assert groups == (theirs.n_group, theirs.topk_group)
 
 
@@ -84,18 +90,18 @@ def test_defaults(model_type):
 def test_default_scaling_of_the_rotation(model_type):
     ours, theirs = both(model_type)
     given, _ = both(model_type, rope_parameters=copy.deepcopy(theirs.rope_parameters))
-    found, expected = (table_of(config.layers[-1].rope) for config in (ours, given))
+    found, expected = (table_of(config.cache_layers[-1].rope) for config in (ours, given))
     np.testing.assert_array_equal(found.inv_freq, expected.inv_freq)
     assert found.attention_factor == expected.attention_factor
-    assert (ours.query_scale, ours.latent) == (given.query_scale, given.latent)
-    assert ours.attention_scale == given.attention_scale
+    ours, given = ours.layers[-1].attention, given.layers[-1].attention
+    assert replace(ours, spec=given.spec) == given
 
 
 def test_default_window_of_mistral():
     ours, theirs = both("mistral")
-    assert {layer.window for layer in ours.layers} == {theirs.sliding_window} == {4096}
+    assert {layer.window for layer in ours.cache_layers} == {theirs.sliding_window} == {4096}
     ours, _ = both("mistral", sliding_window=None)
-    assert {layer.window for layer in ours.layers} == {None}
+    assert {layer.window for layer in ours.cache_layers} == {None}
 
 
 # --- fields of the rotation ----------------------------------------------------------------------
@@ -142,7 +148,7 @@ def test_a_dynamic_rotation_bounds_texts(model_type):
 @pytest.mark.parametrize("fields", ROTATIONS.values(), ids=ROTATIONS)
 def test_rotations(fields):
     ours, theirs = both("llama", **fields)
-    rope, expected = ours.layers[0].rope, LlamaRotaryEmbedding(theirs)
+    rope, expected = ours.cache_layers[0].rope, LlamaRotaryEmbedding(theirs)
     found = table_of(rope)
     np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=2e-6)
     assert found.attention_factor == pytest.approx(expected.attention_scaling)

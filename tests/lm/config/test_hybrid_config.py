@@ -10,6 +10,7 @@ import tvm.testing
 
 from tvm_pagedkv import ConvConfig, LayerSpec, RecurrentConfig, RopeConfig
 from tvm_pagedkv_lm.blocks.mixers import share_of
+from tvm_pagedkv_lm.blocks.mlp import Mlp
 from tvm_pagedkv_lm.families.falcon_h1 import falcon_h1
 from tvm_pagedkv_lm.families.granite import granite_hybrid
 from tvm_pagedkv_lm.families.kimi_linear import kimi_linear
@@ -36,14 +37,14 @@ DENSE = {"num_local_experts": 0, "mamba_n_heads": 8}
 def test_qwen_has_attention_in_every_fourth_layer():
     config = qwen3_5(SHAPE)
     kinds = ["recurrent"] * 3 + ["mha"] + ["recurrent"] * 2
-    assert [layer.kind for layer in config.layers] == kinds
-    assert config.layers[0] == LayerSpec(
+    assert [layer.kind for layer in config.cache_layers] == kinds
+    assert config.cache_layers[0] == LayerSpec(
         "recurrent",
         recurrent=RecurrentConfig("gated_delta", 32, 16, 128, 128),
         conv=ConvConfig(8192, 4, "silu"),
     )
-    assert config.layers[3].rope == RopeConfig(rotary_dim=64) and config.head_dim == 256
-    assert config.has_mixers and config.num_layers == 6 and config.layers_per_block == 1
+    assert config.cache_layers[3].rope == RopeConfig(rotary_dim=64) and config.head_dim == 256
+    assert config.num_layers == 6 and config.cache_index(4) == 4
     kinds = (["linear_attention"] * 2 + ["full_attention"]) * 2
     every_third = qwen3_5(SHAPE | {"full_attention_interval": 3})
     assert qwen3_5(SHAPE | {"layer_types": kinds}) == every_third != config
@@ -62,42 +63,43 @@ def test_lfm2_of_older_files():
         "tie_embedding": False, "conv_L_cache": 5,
     }  # fmt: skip
     config = lfm2(SHAPE | old)
-    assert [layer.kind for layer in config.layers] == ["conv", "conv", "mha"] * 2
-    assert config.layers[0].conv == ConvConfig(64, 5)
-    assert config.layers[2].rope.theta == 1e6
+    assert [layer.kind for layer in config.cache_layers] == ["conv", "conv", "mha"] * 2
+    assert config.cache_layers[0].conv == ConvConfig(64, 5)
+    assert config.cache_layers[2].rope.theta == 1e6
     # 2/3 of 192, up to a multiple of 32
-    assert (config.intermediate_size, config.norm_eps, config.tied_embeddings) == (128, 1e-4, False)
+    found = config.layers[0].mlp.width, config.norm_eps, config.tied_embeddings
+    assert found == (128, 1e-4, False)
     new = {"block_auto_adjust_ff_dim": False, "layer_types": ["conv"] * 6}
-    assert lfm2(SHAPE | new).intermediate_size == 96
+    assert lfm2(SHAPE | new).layers[0].mlp.width == 96
 
 
 def test_mamba2_has_no_attention_and_no_mlp():
     fields = {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
     limit = [0.0, {"__float__": "Infinity"}]
     config = mamba2(fields | MAMBA | {"time_step_limit": limit})
-    assert config.layers == (config.layers[0],) * 6 and config.intermediate_size == 0
-    assert config.layers[0].recurrent == RecurrentConfig("mamba2", 8, 8, 128, 16)
-    assert config.layers[0].conv == ConvConfig(128 + 2 * 8 * 128, 4, "silu", has_bias=True)
-    assert config.mamba2.time_step_limit == (0.0, math.inf)
+    assert config.layers == (config.layers[0],) * 6 and config.layers[0].mlp is None
+    assert config.cache_layers[0].recurrent == RecurrentConfig("mamba2", 8, 8, 128, 16)
+    assert config.cache_layers[0].conv == ConvConfig(128 + 2 * 8 * 128, 4, "silu", has_bias=True)
+    assert config.layers[0].mixer.time_step_limit == (0.0, math.inf)
 
 
 def test_falcon_has_two_layers_of_the_cache_for_one_of_the_model():
     config = falcon_h1(SHAPE | {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_n_groups": 2})
-    assert [layer.kind for layer in config.layers] == ["mha", "recurrent"] * 6
-    assert config.num_layers == 6 and config.layers_of(2) == config.layers[4:6]
-    assert config.layers[1].recurrent == RecurrentConfig("mamba2", 8, 2, 256, 32)
+    assert [layer.kind for layer in config.cache_layers] == ["mha", "recurrent"] * 6
+    assert config.num_layers == 6 and config.cache_index(2) == 4
+    assert config.cache_layers[1].recurrent == RecurrentConfig("mamba2", 8, 2, 256, 32)
 
 
 @pytest.mark.parametrize("given", [None, "nope"])
 def test_granite_of_older_files(given):
     kinds = ["mamba", "mamba", "attention"] * 2
     old = granite_hybrid(SHAPE | DENSE | {"layer_types": kinds, "position_embedding_type": given})
-    assert [layer.kind for layer in old.layers] == ["recurrent", "recurrent", "mha"] * 2
-    assert old.layers[2].rope == RopeConfig("none")
+    assert [layer.kind for layer in old.cache_layers] == ["recurrent", "recurrent", "mha"] * 2
+    assert old.cache_layers[2].rope == RopeConfig("none")
     rotated = granite_hybrid(
         SHAPE | DENSE | {"layers_block_type": kinds, "position_embedding_type": "rope"}
     )
-    assert rotated.layers[2].rope == RopeConfig(rotary_dim=16)
+    assert rotated.cache_layers[2].rope == RopeConfig(rotary_dim=16)
 
 
 KIMI = {
@@ -127,13 +129,14 @@ def test_kimi_linear_in_the_spelling_of_its_makers():
     shape = {name: SHAPE[name] for name in SHAPE if name != "max_position_embeddings"}
     config = kimi_linear(shape | KIMI)
     kinds = ["recurrent"] * 3 + ["mla", "recurrent", "mla"]
-    assert [layer.kind for layer in config.layers] == kinds
-    assert config.layers[0] == LayerSpec(
+    assert [layer.kind for layer in config.cache_layers] == kinds
+    assert config.cache_layers[0] == LayerSpec(
         "recurrent", recurrent=RecurrentConfig("kda", 4, 4, 32, 32), conv=ConvConfig(384, 3, "silu")
     )
-    assert config.layers[3].rope == RopeConfig("none")
-    experts = config.experts
-    assert (experts.num_experts, experts.num_chosen, experts.dense_layers) == (16, 4, (0,))
+    assert config.cache_layers[3].rope == RopeConfig("none")
+    experts = config.layers[1].mlp.experts
+    assert [isinstance(layer.mlp, Mlp) for layer in config.layers] == [True] + [False] * 5
+    assert (experts.num_experts, experts.num_chosen) == (16, 4)
     assert (experts.scale, experts.shared_width, config.context_length) == (2.446, 24, 1000)
     newer = {
         "layer_types": [
@@ -150,7 +153,7 @@ def test_kimi_linear_in_the_spelling_of_its_makers():
         "moe_intermediate_size": 24,
     }
     assert kimi_linear(SHAPE | newer) == config
-    kinds = [layer.kind for layer in kimi_linear(SHAPE | {"num_hidden_layers": 10}).layers]
+    kinds = [layer.kind for layer in kimi_linear(SHAPE | {"num_hidden_layers": 10}).cache_layers]
     assert kinds == ["recurrent"] * 4 + ["mla"] + ["recurrent"] * 3 + ["mla", "recurrent"]
 
 
@@ -204,10 +207,12 @@ def test_workers_divide_heads(config, num_shards, message):
 
 
 def test_a_single_head_of_keys_is_with_every_worker():
-    own = share_of(qwen3_5(SHAPE | {"linear_num_key_heads": 1}).layers[0], 4)
+    own = share_of(qwen3_5(SHAPE | {"linear_num_key_heads": 1}).cache_layers[0], 4)
     assert own.recurrent == RecurrentConfig("gated_delta", 8, 1, 128, 128)
     assert own.conv == ConvConfig((8 + 2) * 128, 4, "silu")
-    assert share_of(qwen3_5(SHAPE).layers[0], 4).conv == ConvConfig((8 + 2 * 4) * 128, 4, "silu")
+    assert share_of(qwen3_5(SHAPE).cache_layers[0], 4).conv == ConvConfig(
+        (8 + 2 * 4) * 128, 4, "silu"
+    )
 
 
 def test_work_counts_states():

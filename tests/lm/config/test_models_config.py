@@ -15,11 +15,11 @@ pytest.importorskip("safetensors")
 
 from safetensors.numpy import load_file, save_file
 
-from tvm_pagedkv import LayerSpec, RopeConfig
-from tvm_pagedkv_lm import DecoderConfig, DecoderModel, config_from_directory, config_from_fields
-from tvm_pagedkv_lm.config.decoder_config import QueryScale
-from tvm_pagedkv_lm.families.registry import FAMILIES
-from tvm_pagedkv_lm.model.source import TINY
+from tvm_pagedkv import LayerSpec, RopeConfig  # noqa: E402
+from tvm_pagedkv_lm import DecoderConfig, DecoderModel, config_from_directory, config_from_fields  # noqa: E402
+from tvm_pagedkv_lm.config.query_scale import QueryScale  # noqa: E402
+from tvm_pagedkv_lm.families.registry import FAMILIES  # noqa: E402
+from tvm_pagedkv_lm.model.source import TINY  # noqa: E402
 
 SHAPE = {
     "vocab_size": 100,
@@ -94,13 +94,13 @@ def test_gemma3_of_older_files():
     local = LayerSpec("mha_sliding", 512, rope=RopeConfig(theta=1e4, rotary_dim=16))
     scaling = {"rope_type": "linear", "factor": 8.0}
     last = LayerSpec(rope=RopeConfig(theta=1e6, rotary_dim=16, scaling=scaling))
-    assert old.layers == (*[local] * 5, last)
-    assert old.sm_scale == 256**-0.5 and old.head_dim == 16
+    assert old.cache_layers == (*[local] * 5, last)
+    assert old.layers[0].attention.sm_scale == 256**-0.5 and old.head_dim == 16
 
 
 def test_gemma2_alternates_and_has_soft_caps_unless_null():
     config = config_of("Gemma2ForCausalLM", sliding_window=32)
-    assert [layer.window for layer in config.layers] == [32, None] * 3
+    assert [layer.window for layer in config.cache_layers] == [32, None] * 3
     assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
     assert config.tied_embeddings and config.embedding_scale == 8.0 and config.head_dim == 256
     without = config_of("Gemma2ForCausalLM", sliding_window=32, attn_logit_softcapping=None)
@@ -113,7 +113,7 @@ def test_phi3_of_older_files(name):
     fields = {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 1024}
     old = config_of("Phi3ForCausalLM", **fields, rope_scaling={"type": name, **FACTORS})
     assert old.short_text == 1024
-    rope = old.layers[0].rope
+    rope = old.cache_layers[0].rope
     assert rope.rotary_dim == 8 and rope.scaling_dict["factor"] == 4.0
     if name == "longrope":
         new = {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}
@@ -123,9 +123,9 @@ def test_phi3_of_older_files(name):
 def test_qwen_has_windows_only_where_they_are_on():
     fields = {"sliding_window": 32, "max_window_layers": 4}
     plain = config_of("Qwen2ForCausalLM", **fields, use_sliding_window=False)
-    assert [layer.window for layer in plain.layers] == [None] * 6
+    assert [layer.window for layer in plain.cache_layers] == [None] * 6
     config = config_of("Qwen2ForCausalLM", **fields, use_sliding_window=True)
-    assert [layer.window for layer in config.layers] == [None] * 4 + [32] * 2
+    assert [layer.window for layer in config.cache_layers] == [None] * 4 + [32] * 2
     assert config_of("Qwen3ForCausalLM").head_dim == 128
 
 
@@ -137,8 +137,8 @@ def test_olmo3_scales_the_rotation_of_layers_without_a_window():
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
     old = config_of("Olmo3ForCausalLM", sliding_window=512, rope_theta=5e4, rope_scaling=scaling)
     full = LayerSpec(rope=RopeConfig(theta=5e4, rotary_dim=16, scaling=scaling))
-    assert old.layers == (*[WINDOW] * 3, full, *[WINDOW] * 2)
-    assert config_of("Olmo3ForCausalLM").layers[3].rope.theta == 5e5
+    assert old.cache_layers == (*[WINDOW] * 3, full, *[WINDOW] * 2)
+    assert config_of("Olmo3ForCausalLM").cache_layers[3].rope.theta == 5e5
 
 
 def test_cohere2_of_older_files():
@@ -146,25 +146,25 @@ def test_cohere2_of_older_files():
         "Cohere2ForCausalLM", sliding_window=512, sliding_window_pattern=3, rope_theta=5e4
     )
     full = LayerSpec(rope=NONE)
-    assert old.layers == (WINDOW, WINDOW, full) * 2
-    assert old.tied_embeddings and old.scales.logits == 0.0625 and old.norm_eps == 1e-5
+    assert old.cache_layers == (WINDOW, WINDOW, full) * 2
+    assert old.tied_embeddings and old.logit_scale == 0.0625 and old.norm_eps == 1e-5
 
 
 @pytest.mark.parametrize("pattern", ["LLG", 3])
 def test_exaone4_by_its_pattern(pattern):
     fields = {"sliding_window_pattern": pattern, "rope_theta": 5e4}
     config = config_of("Exaone4ForCausalLM", sliding_window=512, **fields)
-    assert config.layers == (WINDOW, WINDOW, LayerSpec(rope=NONE)) * 2
+    assert config.cache_layers == (WINDOW, WINDOW, LayerSpec(rope=NONE)) * 2
     plain = config_of("Exaone4ForCausalLM", sliding_window=None, rope_theta=5e4)
-    assert plain.layers == (LayerSpec(rope=WINDOW.rope),) * 6
+    assert plain.cache_layers == (LayerSpec(rope=WINDOW.rope),) * 6
     with pytest.raises(ValueError, match="sliding_window_pattern must be a positive integer"):
         config_of("Exaone4ForCausalLM", sliding_window=512, sliding_window_pattern="LXG")
 
 
 def test_ministral3_alone_and_with_pictures():
     alone = config_of("Ministral3ForCausalLM")
-    assert alone.query_scale == QueryScale(16384, 0.1, tuple(range(6)))
-    assert alone.layers[0].rope.scaling_dict["factor"] == 16.0 and alone.head_dim == 128
+    assert {layer.attention.query_scale for layer in alone.layers} == {QueryScale(16384, 0.1)}
+    assert alone.cache_layers[0].rope.scaling_dict["factor"] == 16.0 and alone.head_dim == 128
     text = SHAPE | {"model_type": "ministral3"}
     whole = config_of("Mistral3ForConditionalGeneration", text_config=text)
     assert replace(whole, names=alone.names) == alone
@@ -172,12 +172,12 @@ def test_ministral3_alone_and_with_pictures():
 
 def test_smollm3_says_which_layers_rotate():
     rotated, plain = LayerSpec(rope=RopeConfig(theta=2e6, rotary_dim=16)), LayerSpec(rope=NONE)
-    assert config_of("SmolLM3ForCausalLM").layers == (*[rotated] * 3, plain, *[rotated] * 2)
+    assert config_of("SmolLM3ForCausalLM").cache_layers == (*[rotated] * 3, plain, *[rotated] * 2)
     listed = config_of("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 1, 1, 0, 0, 1])
-    assert listed.layers == (plain, *[rotated] * 4, plain)
+    assert listed.cache_layers == (plain, *[rotated] * 4, plain)
     windows = {"use_sliding_window": True, "sliding_window": 512, "no_rope_layer_interval": 3}
     config = config_of("SmolLM3ForCausalLM", **windows)
-    assert [layer.window for layer in config.layers] == [None, None, 512] * 2
+    assert [layer.window for layer in config.cache_layers] == [None, None, 512] * 2
     for wrong in ([1, 1], [2] * 6, "110110"):
         with pytest.raises(ValueError, match="no_rope_layers must list 0 or 1 for 6 layers"):
             config_of("SmolLM3ForCausalLM", no_rope_layers=wrong)
@@ -185,7 +185,7 @@ def test_smollm3_says_which_layers_rotate():
 
 def test_proportional_rotation_is_of_the_whole_head():
     rope = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
-    (layer, *_) = config_of("LlamaForCausalLM", rope_parameters=rope).layers
+    (layer, *_) = config_of("LlamaForCausalLM", rope_parameters=rope).cache_layers
     assert layer.rope.rotary_dim == 16
     assert layer.rope.scaling_dict["partial_rotary_factor"] == 0.25
     with pytest.raises(ValueError, match="must be a number from 0 to 1, got 1.5"):

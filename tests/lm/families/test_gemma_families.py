@@ -19,6 +19,8 @@ from tvm_pagedkv_lm import (  # noqa: E402
     SamplingParams,
     generate,
 )
+from tvm_pagedkv_lm.blocks.decoder import row_width, stream_width  # noqa: E402
+from tvm_pagedkv_lm.config.layer import Layer  # noqa: E402
 from tvm_pagedkv_lm.families.gemma3n import gemma3n  # noqa: E402
 from tvm_pagedkv_lm.families.gemma4 import gemma4  # noqa: E402
 from tvm_pagedkv_lm.model.work import Work  # noqa: E402
@@ -227,16 +229,21 @@ E2B = {
 }
 
 
+def source_of(config, index: int) -> int | None:
+    """The layer whose K and V a layer attends to, if it has none itself."""
+    return getattr(config.layers[index].attention, "source", None)
+
+
 def test_layers_of_gemma3n():
     config = gemma3n(E2B)
-    kinds = [layer.kind for layer in config.layers]
+    kinds = [layer.kind for layer in config.cache_layers]
     assert kinds == (["mha_sliding"] * 4 + ["mha"]) * 4 + ["linear"] * 10
-    assert [config.source_of(i) for i in (19, 20, 23, 24, 29)] == [None, 18, 18, 19, 19]
-    assert config.layers[3].rope.theta == 1e4 and config.layers[4].rope.theta == 1e6
-    assert dict(config.sparse_layers)[9] == pytest.approx(1.6448536)
-    assert 10 not in dict(config.sparse_layers)
-    assert config.row_width == 2048 + 30 * 256 and config.stream_width == 4 * 2048
-    assert config.logit_softcap == 30.0 and config.attention_scale == 1.0
+    assert [source_of(config, i) for i in (19, 20, 23, 24, 29)] == [None, 18, 18, 19, 19]
+    assert [config.cache_layers[i].rope.theta for i in (3, 4)] == [1e4, 1e6]
+    assert config.layers[9].mlp.deviations == pytest.approx(1.6448536)
+    assert config.layers[10].mlp.deviations is None
+    assert row_width(config) == 2048 + 30 * 256 and stream_width(config) == 4 * 2048
+    assert config.logit_softcap == 30.0 and config.layers[0].attention.scale == 1.0
     # What layers read of the K and V of others counts as theirs.
     position = 2 * 2 * 256 * 2
     work = Work(config, 2)
@@ -254,16 +261,20 @@ def test_layers_of_gemma4():
         "attention_k_eq_v": False,
     }
     config = gemma4(fields)
-    assert [i for i in range(35) if config.kv_heads_of(i) != 2] == []
-    assert [i for i in range(15) if config.head_dim_of(i) == 512] == [5, 11]
-    assert config.width_of(14) == 6144 and config.width_of(15) == 12288
-    assert config.source_of(34) == 11 and config.source_of(33) == 14  # the last one has no window
-    assert config.layers[5].rope.scaling_dict["rope_type"] == "proportional"
-    assert config.v_of_k == () and config.layer_scale
+    own = [layer.attention for layer in config.layers[:15]]
+    assert {each.num_kv_heads for each in own} == {2}
+    assert [i for i, each in enumerate(own) if each.head_dim == 512] == [5, 11]
+    assert config.layers[14].mlp.width == 6144 and config.layers[15].mlp.width == 12288
+    assert source_of(config, 34) == 11  # without a window, as the last layer
+    assert source_of(config, 33) == 14
+    assert config.cache_layers[5].rope.scaling_dict["rope_type"] == "proportional"
+    assert not any(each.v_is_k for each in own) and config.layers[0].has_scale
     own = {5: {"head_dim": 128, "num_key_value_heads": 1}}
     config = gemma4(fields | {"per_layer_config": own, "attention_k_eq_v": True})
-    assert (config.kv_heads_of(5), config.head_dim_of(5), config.head_dim_of(11)) == (1, 128, 256)
-    assert config.layers[5].v_head_dim == 128 and config.v_of_k == (5, 11)
+    own = [layer.attention for layer in config.layers[:15]]
+    assert (own[5].num_kv_heads, own[5].head_dim, own[11].head_dim) == (1, 128, 256)
+    assert config.cache_layers[5].v_head_dim == 128
+    assert [i for i, each in enumerate(own) if each.v_is_k] == [5, 11]
 
 
 @pytest.mark.parametrize(
@@ -294,12 +305,12 @@ def test_fields_that_are_refused(reader, fields, reason):
 def test_workers_do_not_share_them():
     config = gemma3n(E2B)
     with pytest.raises(ValueError, match="stages must be 1: the model has layers that attend to"):
-        check_stages(config, 2)
+        check_stages(config, (0, 1, 30))
     with pytest.raises(ValueError, match="num_shards must be 1: workers do not share layers that"):
         check_shards(config, 2)
-    own_heads = replace(config, layers=(LayerSpec(qk_head_dim=32),) * 30, shared_kv=())
-    own_heads = replace(own_heads, per_layer_inputs=None, altup=None)
-    check_stages(own_heads, 2)
+    attention = replace(config.layers[0].attention, spec=LayerSpec(qk_head_dim=32))
+    own_heads = replace(config, layers=(Layer(attention),) * 30)
+    check_stages(own_heads, (0, 1, 30))
     with pytest.raises(ValueError, match="have heads of their own"):
         check_shards(own_heads, 2)
 

@@ -136,10 +136,10 @@ def test_files_leave_out_what_is_the_default():
     )
     assert (config.vocab_size, config.context_length) == (262208, 131072)
     assert config.tied_embeddings and config.eos_token_ids == (1, 106)
-    windows = [layer.window for layer in config.layers]
+    windows = [layer.window for layer in config.cache_layers]
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     assert kinds == theirs.layer_types and set(windows) == {None, 1024}
-    factors = [dict(layer.rope.scaling or {}).get("factor") for layer in config.layers]
+    factors = [dict(layer.rope.scaling or {}).get("factor") for layer in config.cache_layers]
     assert factors == [8.0 if window is None else None for window in windows]
 
 

@@ -20,6 +20,7 @@ from tvm_pagedkv_lm import (  # noqa: E402
     config_from_fields,
     generate,
 )
+from tvm_pagedkv_lm.parallel.parallel import check_stages  # noqa: E402
 
 from ...support.cases.models.family_checks import (  # noqa: E402
     check_another_value_matters,
@@ -190,7 +191,7 @@ def test_checkpoints_with_pictures(tmp_path):
     found = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
     for ours, expected in zip(found.parameters, text.ours.parameters, strict=True):
         np.testing.assert_array_equal(ours.numpy(), expected.numpy())
-    assert found.config.layers == text.ours.config.layers
+    assert found.config.cache_layers == text.ours.config.cache_layers
 
 
 def test_pages_divide_blocks(tmp_path):
@@ -220,9 +221,10 @@ def test_what_is_refused(tmp_path):
 def test_layers_that_choose(pattern, layers):
     shape = {"vocab_size": 9, "num_hidden_layers": 6, "model_type": "glm_moe_dsa"}
     config = config_from_fields(FAMILIES["glm_moe_dsa"] | {"indexer_types": None} | shape | pattern)
-    assert config.indexer.layers == layers
-    kinds = ["index" if index in layers else "linear" for index in range(6)]
-    assert [layer.kind for layer in config.layers] == sum((["mla", kind] for kind in kinds), [])
+    chooses = [layer.attention.index.chooses for layer in config.layers]
+    assert [i for i, each in enumerate(chooses) if each] == [*layers]
+    kinds = [["mla", "index" if index in layers else "linear"] for index in range(6)]
+    assert [layer.kind for layer in config.cache_layers] == sum(kinds, [])
     theirs = transformers.GlmMoeDsaConfig(**shape | pattern)
     assert [kind == "full" for kind in theirs.indexer_types] == [i in layers for i in range(6)]
 
@@ -252,9 +254,9 @@ def test_fields_are_checked(family, changes, message):
 def test_stages_begin_with_a_layer_that_chooses():
     fields = FAMILIES["glm_moe_dsa"] | {"vocab_size": 9, "model_type": "glm_moe_dsa"}
     config = config_from_fields(fields)
-    config.indexer.check_stages((0, 2, 3))
+    check_stages(config, (0, 2, 3))
     with pytest.raises(ValueError, match="may not begin with layer 1, which attends to the posi"):
-        config.indexer.check_stages((0, 1, 3))
+        check_stages(config, (0, 1, 3))
 
 
 if __name__ == "__main__":

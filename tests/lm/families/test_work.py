@@ -16,10 +16,14 @@ from tvm_pagedkv_lm import (
     config_from_directory,
     generate,
 )
+from tvm_pagedkv_lm.blocks.latent import LatentAttention
+from tvm_pagedkv_lm.blocks.latent_choice import SparseLatentAttention
+from tvm_pagedkv_lm.blocks.moe import MixtureOfExperts
 from tvm_pagedkv_lm.config.expert_config import Experts
 from tvm_pagedkv_lm.config.index_config import IndexConfig
 from tvm_pagedkv_lm.config.latent_config import Latent
 from tvm_pagedkv_lm.config.options import layer_budgets
+from tvm_pagedkv_lm.families.layers import with_cache_layers
 from tvm_pagedkv_lm.model.decoder_weights import weights
 from tvm_pagedkv_lm.model.source import TINY
 from tvm_pagedkv_lm.model.work import Work
@@ -47,8 +51,12 @@ def _layer(window: int | None) -> LayerSpec:
 
 def _with_windows(*windows: int | None) -> DecoderConfig:
     """The included model with a window for each of its layers; negative: chunks."""
-    layers = [_layer(window) for window in windows]
-    return replace(CONFIG, layers=tuple(layers))
+    return with_cache_layers(CONFIG, [_layer(window) for window in windows])
+
+
+def _with_parts(count: int, **parts: object) -> DecoderConfig:
+    """The included model with other parts in each of `count` layers."""
+    return replace(CONFIG, layers=(replace(CONFIG.layers[0], **parts),) * count)
 
 
 @pytest.mark.parametrize("windows", [(None,) * 4, (1,) * 4, (5, None, 5, -3)], ids=str)
@@ -80,7 +88,8 @@ def test_bytes_are_those_of_weights_and_rows(windows):
 def test_latent_rows_are_read_once():
     """One row per position is K and V of all heads, which multiply all of it and its V part."""
     shape = Latent(rank=32, rope_dim=8, nope_dim=16, v_dim=24)
-    config = replace(CONFIG, latent=shape, layers=(shape.layer(RopeConfig()),) * 4)
+    attention = LatentAttention(CONFIG.num_heads, shape, shape.layer(RopeConfig()), 1.0)
+    config = _with_parts(4, attention=attention)
     work, rows = Work(config, 2), 70
     assert work.num_bytes(rows, [60, 20]) == 2 * (_num_weights(config) + 4 * 40 * rows)
     head = config.vocab_size * config.hidden_size
@@ -92,10 +101,12 @@ def test_latent_rows_are_read_once():
 def test_rows_attend_to_what_an_indexer_chooses():
     """Five positions at most, in two layers; the indexer of one reads all of its keys."""
     shape = Latent(rank=32, rope_dim=8, nope_dim=16, v_dim=24, q_rank=16)
-    indexer = IndexConfig(3, 24, 5, is_interleaved=False, layers=(0,))
-    latent = replace(shape.layer(RopeConfig()), lists=True)
-    layers = tuple(each for i in range(2) for each in (latent, indexer.layer(i)))
-    config = replace(CONFIG, latent=shape, indexer=indexer, layers=layers, layers_per_block=2)
+    index = IndexConfig(3, 24, 5, is_interleaved=False)
+    spec = replace(shape.layer(RopeConfig()), lists=True)
+    chooses = SparseLatentAttention(CONFIG.num_heads, shape, spec, 1.0, index=index)
+    follows = replace(chooses, index=replace(index, chooses=False))
+    layers = (replace(CONFIG.layers[0], attention=each) for each in (chooses, follows))
+    config = replace(CONFIG, layers=tuple(layers))
     work, rows = Work(config, 2), 70
     numbers = 2 * 40 * (5 + 5) + 24 * rows
     assert work.num_bytes(rows, [60, 20]) == 2 * (_num_weights(config) + numbers)
@@ -119,8 +130,8 @@ def test_decode_within_a_budget_reads_some_pages_and_the_bounds_of_all():
 
 def test_rows_need_some_of_the_experts():
     """Two of eight: a step of one row reads a quarter of their weights, one of five rows all."""
-    config = replace(CONFIG, experts=Experts(8, 2, 96))
-    dense, expert = 2 * _num_weights(replace(CONFIG, intermediate_size=0)), 2 * 3 * 96
+    config = _with_parts(4, mlp=MixtureOfExperts(Experts(8, 2, 96), CONFIG.layers[0].mlp))
+    dense, expert = 2 * _num_weights(_with_parts(4, mlp=None)), 2 * 3 * 96
     dense += 2 * 4 * 8 * config.hidden_size  # routers
     expert *= 4 * config.hidden_size
     work = Work(config, 2)

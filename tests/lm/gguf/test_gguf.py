@@ -14,7 +14,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tvm_pagedkv_lm import DecoderModel, fingerprint  # noqa: E402
+from tvm_pagedkv_lm.blocks.moe import MixtureOfExperts  # noqa: E402
+from tvm_pagedkv_lm.blocks.shared_kv import SharedAttention  # noqa: E402
 from tvm_pagedkv_lm.config.expert_config import ExpertNames  # noqa: E402
+from tvm_pagedkv_lm.config.part import AttentionPart  # noqa: E402
 from tvm_pagedkv_lm.gguf.dequantize import READABLE_TYPES, dequantize  # noqa: E402
 from tvm_pagedkv_lm.gguf.file import GgufFile  # noqa: E402
 from tvm_pagedkv_lm.model.decoder_weights import weights  # noqa: E402
@@ -52,9 +55,13 @@ def test_same_configuration_and_weights_as_hugging_face(case, tmp_path):
 
 def _without_names(config):
     """A configuration without the names of its experts' tensors, which are others in GGUF files."""
-    if config.experts is None:
-        return config
-    return replace(config, experts=replace(config.experts, names=ExpertNames()))
+
+    def change(part):
+        if not isinstance(part, MixtureOfExperts):
+            return part
+        return replace(part, experts=replace(part.experts, names=ExpertNames()))
+
+    return config.map(change)
 
 
 def _rounded(config):
@@ -67,14 +74,17 @@ def _rounded(config):
             return tuple(narrow(each) for each in value)
         return value
 
-    layers = tuple(
-        layer if layer.rope is None else replace(layer, rope=replace(
-            layer.rope, theta=narrow(layer.rope.theta), scaling=narrow(layer.rope.scaling)
-        ))
-        for layer in config.layers
-    )  # fmt: skip
-    scale = config.attention_scale and round(config.attention_scale, 6)
-    return replace(config, layers=layers, norm_eps=narrow(config.norm_eps), attention_scale=scale)
+    def change(part):
+        if isinstance(part, SharedAttention):
+            return replace(part, attention=change(part.attention))
+        if not isinstance(part, AttentionPart):
+            return part
+        rope = part.spec.rope
+        rope = replace(rope, theta=narrow(rope.theta), scaling=narrow(rope.scaling))
+        scale = part.scale and round(part.scale, 6)
+        return replace(part, spec=replace(part.spec, rope=rope), scale=scale)
+
+    return replace(config.map(change), norm_eps=narrow(config.norm_eps))
 
 
 @pytest.mark.parametrize("name", READABLE_TYPES)
@@ -226,7 +236,7 @@ def test_codes_of_experts_are_kept(name, tmp_path):
     file = tmp_path / "model.gguf"
     write_gguf(tmp_path, file, keys=keys, tensors=tensors, quantization=kind)
     source = open_model(file)
-    experts = source.config().experts
+    experts = source.config().find(MixtureOfExperts).experts
     read = source.tensors()
     for projection, shape in (("gate_proj", (64, 64)), ("down_proj", (64, 64))):
         theirs = f"model.layers.1.mlp.experts.{projection}"
@@ -293,7 +303,7 @@ def test_unknown_architectures_and_tensors_are_named(directory, tmp_path):
     with pytest.raises(ValueError, match="has the tensor blk.0.ssm_a.weight, which models of arch"):
         open_model(file)
     file = write_gguf(directory, tmp_path / "b.gguf", tensors={"rope_freqs.weight": ones[0, :8]})
-    assert open_model(file).config().layers[0].rope.scaling_dict["factor"] == 1.0
+    assert open_model(file).config().cache_layers[0].rope.scaling_dict["factor"] == 1.0
     file = write_gguf(
         directory, tmp_path / "c.gguf", tensors={"rope_freqs.weight": ones[0, :8] * 3}
     )

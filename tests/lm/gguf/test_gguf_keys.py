@@ -85,7 +85,7 @@ def test_linear_factor_without_a_type(directory, tmp_path):
     """Older files have a factor alone, which divides positions."""
     for key in (".rope.scale_linear", ".rope.scaling.factor"):
         file = write_gguf(directory, tmp_path / "model.gguf", keys={key: 4.0})
-        rope = open_model(file).config().layers[0].rope
+        rope = open_model(file).config().cache_layers[0].rope
         assert rope.scaling_dict == {"rope_type": "linear", "factor": 4.0}
 
 
@@ -95,7 +95,7 @@ def test_magnitude_of_long_texts(tmp_path):
     write_checkpoint(tmp_path, model_type, SHAPE | fields)
     keys = keys | {".rope.scaling.attn_factor": 1.25}
     file = write_gguf(tmp_path, tmp_path / "model.gguf", keys=keys, tensors=tensors)
-    assert open_model(file).config().layers[0].rope.scaling_dict["attention_factor"] == 1.25
+    assert open_model(file).config().cache_layers[0].rope.scaling_dict["attention_factor"] == 1.25
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tir_kernels.cpu.isa.simd import (
 from tir_kernels.cpu.softmax.logits import soft_cap
 from tir_kernels.spec import LOG2E, VectorTarget
 
-from ...config.decoder_config import QueryScale
+from ...config.query_scale import QueryScale
 from .emit import built_once, parallel_if, rows_kernel
 
 PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads

@@ -13,6 +13,7 @@ import pytest
 
 import tvm_pagedkv
 import tvm_pagedkv_lm
+from tvm_pagedkv_lm.families.registry import FAMILIES
 
 ROOT = Path(tvm_pagedkv_lm.__file__).parent
 
@@ -117,6 +118,27 @@ def test_imports_follow_the_table(folder):
 def test_a_wrong_import_is_found(file, statement, message):
     (told,) = [line for line in map(fault, imports(ROOT / file, statement)) if line]
     assert message in told
+
+
+# Kinds of tokenizers and splitters are called after families, too.
+TOKENIZERS = {
+    *("gguf/special_tokens.py", "gguf/tokenizer.py"),
+    *("text/llama_tokenizer.py", "text/splitters.py"),
+}
+
+
+def test_only_files_of_families_ask_for_a_family():
+    families = FAMILIES.values()
+    names = {name for each in families for name in (each.architecture, each.model_type)}
+    names |= {each.gguf.architecture for each in families if each.gguf is not None}
+    names -= {"mamba2"}  # also a rule of recurrences
+    for file in ROOT.rglob("*.py"):
+        path = file.relative_to(ROOT)
+        if path.parts[0] == "families" or str(path) in TOKENIZERS:
+            continue
+        nodes = ast.walk(ast.parse(file.read_text()))
+        found = {node.value for node in nodes if isinstance(node, ast.Constant)} & names
+        assert not found, f"{path} names {found}"
 
 
 def test_the_cache_does_not_know_the_language_models():

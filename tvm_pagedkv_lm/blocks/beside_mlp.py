@@ -9,6 +9,7 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
 from ..config.decoder_config import DecoderConfig
+from ..config.expert_config import Experts
 from ..config.options import BuildOptions
 from ..config.part import LayerPart
 from ..kernels.rows import row_kernels as kernels
@@ -33,6 +34,10 @@ class ExpertsBesideMlp(LayerPart):
     """
 
     experts: MixtureOfExperts
+
+    @property
+    def routed(self) -> Experts:
+        return self.experts.experts
 
     def build(
         self, config: DecoderConfig, options: BuildOptions, name: str, layer: int

@@ -80,6 +80,10 @@ class MixtureOfExperts(LayerPart):
         return replace(self.mlp, width=self.experts.shared_width)
 
     @property
+    def routed(self) -> Experts:
+        return self.experts
+
+    @property
     def shared_counts(self) -> dict[str, int]:
         return {"intermediate_size": self.mlp.width}
 

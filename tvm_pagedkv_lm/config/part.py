@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tir_kernels.codec import Codec, CodecPair
 from tvm_pagedkv.config import LayerSpec
 
+from .expert_config import Experts
 from .index_config import IndexConfig
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class LayerPart:
     def shared_counts(self) -> dict[str, int]:
         """What workers that share its layer divide, such as "num_heads"."""
         return {}
+
+    @property
+    def routed(self) -> Experts | None:
+        """The experts of which each row takes some, if it has any."""
+        return None
 
     def build(self, config: DecoderConfig, options: BuildOptions, name: str, layer: int) -> Any:
         """Return the module of this part in a layer of the model.

@@ -10,10 +10,7 @@ import numpy as np
 from tir_kernels.codec import codec_of
 from tvm_pagedkv.config import ITEMSIZE
 
-from ..blocks.beside_mlp import ExpertsBesideMlp
-from ..blocks.moe import MixtureOfExperts
 from ..config.decoder_config import DecoderConfig
-from ..config.expert_config import Experts
 from .decoder_weights import weights
 
 
@@ -50,7 +47,8 @@ class Work:
         page_size: int = 16,
         state_dtype: str = "float32",
     ):
-        c, self._experts = config, _experts(config)
+        c = config
+        self._experts = next((part.routed for part in c.parts if part.routed), None)
         of_layers = [(i, x.attention) for i, x in enumerate(c.layers) if x.attention is not None]
         ids, attention = [i for i, _ in of_layers], [each for _, each in of_layers]
         states = [layer.recurrent for layer in c.cache_layers if layer.recurrent is not None]
@@ -160,10 +158,3 @@ def _num_seen(lengths: np.ndarray, kind: str, window: int | None) -> int:
     if kind == "mha_chunked":
         return int(((lengths - 1) % window + 1).sum())
     return int(np.minimum(lengths, window).sum())
-
-
-def _experts(config: DecoderConfig) -> Experts | None:
-    """Return the experts of a layer; None if there are none."""
-    beside = config.find(ExpertsBesideMlp)
-    found = config.find(MixtureOfExperts) if beside is None else beside.experts
-    return None if found is None else found.experts

@@ -106,9 +106,10 @@ class CacheAttention(CacheInspection):
             call(self, as_int("layer", layer), number, sm_scale, qkv, out, sink_logits)
             return out
         if positions is not None or blocks is not None or block_size is not None:
-            name, size, lists = self._lists(positions, blocks, block_size)
-            call = global_function(f"pagedkv.attention_to_{name}")
-            call(self, as_int("layer", layer), *size, sm_scale, qkv, lists, out, sink_logits)
+            size, lists = self._lists(positions, blocks, block_size)
+            name = "pagedkv.attention_to_blocks" if size else "pagedkv.attention_to_positions"
+            arguments = *size, sm_scale, qkv, lists, out, sink_logits
+            global_function(name)(self, as_int("layer", layer), *arguments)
             return out
         _attention_with_fused_qkv()(self, as_int("layer", layer), sm_scale, qkv, out, sink_logits)
         return out
@@ -220,9 +221,13 @@ class CacheAttention(CacheInspection):
         number, scale = as_int("layer", layer), self._scale(layer, sm_scale)
         outputs = o, lse, self._sink_logits(sink_logits)
         if positions is not None or blocks is not None or block_size is not None:
-            name, size, lists = self._lists(positions, blocks, block_size)
-            call = global_function(f"pagedkv.cross_attention_to_{name}")
-            call(self, number, *size, scale, q, lists, *outputs)
+            size, lists = self._lists(positions, blocks, block_size)
+            name = (
+                "pagedkv.cross_attention_to_blocks"
+                if size
+                else "pagedkv.cross_attention_to_positions"
+            )
+            global_function(name)(self, number, *size, scale, q, lists, *outputs)
         else:
             global_function(CACHE + "cross_attention")(self, number, scale, q, *outputs)
         return o, lse
@@ -333,8 +338,8 @@ class CacheAttention(CacheInspection):
 
     def _lists(
         self, positions: Any, blocks: Any, block_size: int | None
-    ) -> tuple[str, list[int], tvm_ffi.Tensor]:
-        """What rows list, the size of a block if lists name blocks, and the lists."""
+    ) -> tuple[list[int], tvm_ffi.Tensor]:
+        """Return the size of a block, if lists name blocks, and the lists."""
         if (positions is None) == (blocks is None):
             given = "neither" if blocks is None else "both"
             raise ValueError(f"rows list either positions or blocks, got {given}")
@@ -344,8 +349,8 @@ class CacheAttention(CacheInspection):
                 + ("block_size alone" if blocks is None else "blocks alone")
             )
         if block_size is None:
-            return "positions", [], self._tensor("positions", positions)
-        return "blocks", [as_int("block_size", block_size)], self._tensor("blocks", blocks)
+            return [], self._tensor("positions", positions)
+        return [as_int("block_size", block_size)], self._tensor("blocks", blocks)
 
     def _layer(self, layer: int) -> dict[str, Any]:
         if layer not in self._layers:

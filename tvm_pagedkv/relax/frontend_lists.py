@@ -45,7 +45,12 @@ class ListMethods(Object):
         """
         _check("positions", positions, "int32", 2)
         return self._attend(
-            "to_positions", [layer_id], [qkv, positions], num_qo_heads, sm_scale, sink_logits
+            "pagedkv.attention_to_positions",
+            [layer_id],
+            [qkv, positions],
+            num_qo_heads,
+            sm_scale,
+            sink_logits,
         )
 
     def attention_to_blocks(
@@ -83,7 +88,12 @@ class ListMethods(Object):
         _check("blocks", blocks, "int32", 2, 3)
         scalars = [layer_id, block_size]
         return self._attend(
-            "to_blocks", scalars, [qkv, blocks], num_qo_heads, sm_scale, sink_logits
+            "pagedkv.attention_to_blocks",
+            scalars,
+            [qkv, blocks],
+            num_qo_heads,
+            sm_scale,
+            sink_logits,
         )
 
     def attention_within_budget(
@@ -119,7 +129,9 @@ class ListMethods(Object):
             If a tensor has another number of dimensions or another dtype.
         """
         scalars = [layer_id, budget]
-        return self._attend("within_budget", scalars, [qkv], num_qo_heads, sm_scale, sink_logits)
+        return self._attend(
+            "pagedkv.attention_within_budget", scalars, [qkv], num_qo_heads, sm_scale, sink_logits
+        )
 
     def cross_attention_to_positions(
         self, layer_id: int, q: Tensor, positions: Tensor, v_head_dim: int, sm_scale: float
@@ -145,7 +157,8 @@ class ListMethods(Object):
             If a tensor has another number of dimensions or another dtype.
         """
         _check("positions", positions, "int32", 2)
-        return self._cross_attend("positions", layer_id, [], q, positions, v_head_dim, sm_scale)
+        name = "pagedkv.cross_attention_to_positions"
+        return self._cross_attend(name, layer_id, [], q, positions, v_head_dim, sm_scale)
 
     def cross_attention_to_blocks(
         self,
@@ -177,7 +190,8 @@ class ListMethods(Object):
             If a tensor has another number of dimensions or another dtype.
         """
         _check("blocks", blocks, "int32", 2, 3)
-        return self._cross_attend("blocks", layer_id, [block_size], q, blocks, v_head_dim, sm_scale)
+        name = "pagedkv.cross_attention_to_blocks"
+        return self._cross_attend(name, layer_id, [block_size], q, blocks, v_head_dim, sm_scale)
 
     def index_top_k(
         self, layer_id: int, q: Tensor, weights: Tensor, k: int, scale: float = 1.0
@@ -209,7 +223,7 @@ class ListMethods(Object):
         _check("q", q, q.dtype, 3)
         _check("weights", weights, "float32", 2)
         out = relax.TensorType((q.shape[0], k), "int32")
-        call = self._call_lists("index_top_k", [layer_id, float(scale)], [q, weights], out)
+        call = self._call_lists("pagedkv.index_top_k", [layer_id, float(scale)], [q, weights], out)
         return Tensor(_expr=call)
 
     def index_top_blocks(
@@ -251,11 +265,11 @@ class ListMethods(Object):
         _check("q", q, q.dtype, 3)
         out = relax.TensorType((*q.shape[:2], k), "int32")
         scalars = [layer_id, block_size, init_blocks, local_blocks]
-        return Tensor(_expr=self._call_lists("index_top_blocks", scalars, [q], out))
+        return Tensor(_expr=self._call_lists("pagedkv.index_top_blocks", scalars, [q], out))
 
     def _attend(
         self,
-        what: str,
+        name: str,
         scalars: list[int],
         tensors: list[Tensor],
         num_qo_heads: int,
@@ -270,14 +284,12 @@ class ListMethods(Object):
             lists.append(sink_logits)
         rows, _, dim = qkv.shape
         out = relax.TensorType((rows, num_qo_heads, dim), qkv.dtype)
-        call = self._call_lists(
-            f"attention_{what}", [*scalars, float(sm_scale)], [qkv, *lists], out
-        )
+        call = self._call_lists(name, [*scalars, float(sm_scale)], [qkv, *lists], out)
         return Tensor(_expr=call)
 
     def _cross_attend(
         self,
-        kind: str,
+        name: str,
         layer_id: int,
         sizes: list[int],
         q: Tensor,
@@ -285,7 +297,7 @@ class ListMethods(Object):
         v_head_dim: int,
         sm_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Emit a call of attention to lists of a kind, of rows that are appended."""
+        """Emit a call of attention to lists, of rows that are appended."""
         _check("q", q, q.dtype, 3)
         rows, num_heads, _ = q.shape
         outs = [
@@ -293,7 +305,7 @@ class ListMethods(Object):
             relax.TensorType((rows, num_heads), "float32"),
         ]
         scalars = [layer_id, *sizes, float(sm_scale)]
-        both = self._call_lists(f"cross_attention_to_{kind}", scalars, [q, lists], outs)
+        both = self._call_lists(name, scalars, [q, lists], outs)
         o, lse = (relax.BlockBuilder.current().emit(relax.TupleGetItem(both, i)) for i in range(2))
         return Tensor(_expr=o), Tensor(_expr=lse)
 
@@ -307,7 +319,7 @@ class ListMethods(Object):
         """Emit a call of a global function whose outputs come last."""
         arguments = [relax.prim_value(scalar) for scalar in scalars]
         arguments += [tensor._expr for tensor in tensors]
-        call = relax.call_dps_packed(f"pagedkv.{name}", [self._expr, *arguments], out_ty=out)
+        call = relax.call_dps_packed(name, [self._expr, *arguments], out_ty=out)
         return relax.BlockBuilder.current().emit(call)
 
 

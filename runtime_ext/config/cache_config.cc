@@ -236,6 +236,18 @@ int64_t CacheConfig::MaxStepPages() const {
   return (prefill_chunk_size - batch_size) / page_size + batch_size;
 }
 
+void CacheConfig::ServeEngine() {
+  CheckSizes();
+  ignores_sequence_windows = std::any_of(layers.begin(), layers.end(), [](const LayerConfig& l) {
+    return l.is_attention() && l.window > 0;
+  });
+  has_sequence_windows = has_sequence_windows && !ignores_sequence_windows;
+  num_spare_pages = 1;
+  if (!has_sequence_windows) return;
+  num_spare_pages += 2 * max_num_sequences;
+  num_reserved_pages = MaxStepPages();
+}
+
 void CacheConfig::SettleRope() {
   for (LayerConfig& layer : layers) {
     has_normal_rope = has_normal_rope || layer.has_normal_rope();

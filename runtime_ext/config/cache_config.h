@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cache_config.h
- * \brief The configuration of a cache, read from named fields or from the positional form.
+ * \brief The configuration of a cache, read from named fields or from the stock cache's arguments.
  */
 #ifndef TVM_PAGEDKV_CONFIG_CACHE_CONFIG_H_
 #define TVM_PAGEDKV_CONFIG_CACHE_CONFIG_H_
@@ -166,7 +166,7 @@ struct CacheConfig {
   std::vector<LayerParts> layer_parts;  // [layer of the stage]
   std::vector<KernelSet> kernel_sets;
 
-  /*! \brief Pages beyond max_total_tokens that callers of the positional form rely on. */
+  /*! \brief Pages beyond max_total_tokens that engines rely on. */
   int64_t num_spare_pages = 0;
   /*! \brief Pages never reported as available: a step needs them until windows slide. */
   int64_t num_reserved_pages = 0;
@@ -196,11 +196,32 @@ struct CacheConfig {
 
   /*! \brief Reads the arguments of `pagedkv.create`. */
   static CacheConfig FromNamed(const ffi::Map<ffi::String, ffi::Any>& config,
-                               const ffi::AnyView& kernels, DLDevice device);
+                               const ffi::AnyView& kernels, DLDevice device) {
+    return ReadNamed(config, kernels, device, /*serves_engine=*/false);
+  }
+  /*!
+   * \brief Reads the arguments of `pagedkv.create_in_model`: those of `pagedkv.create`, but for the
+   * device, and what the model's kernels are compiled for.
+   * \param prototype A tensor on the device.
+   * \param compiled_for "page_size", and for CPUs "architecture" and "features".
+   */
+  static CacheConfig FromModel(const ffi::Map<ffi::String, ffi::Any>& config,
+                               const ffi::AnyView& kernels, const ffi::Tensor& prototype,
+                               const ffi::Map<ffi::String, ffi::Any>& compiled_for);
   /*! \brief Reads the arguments of `vm.builtin.paged_attention_kv_cache_create`. */
   static CacheConfig FromPositional(ffi::PackedArgs args);
 
  private:
+  static CacheConfig ReadNamed(const ffi::Map<ffi::String, ffi::Any>& config,
+                               const ffi::AnyView& kernels, DLDevice device, bool serves_engine);
+  /*!
+   * \brief Gives the cache what engines that run a model rely on, as the stock cache does.
+   *
+   * It has pages beyond max_total_tokens: one, and two for each sequence that may have a window.
+   * Rows of a step whose windows have not slid yet need more; nobody is told of these. Windows of
+   * sequences are accepted without effect where layers have windows of their own.
+   */
+  void ServeEngine();
   /*! \brief Finds the pipeline stage, and drops layers of other stages and linear layers. */
   void KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index);
   /*! \brief Notes which modes of RoPE there are, and resets theta and scale of layers that rotate

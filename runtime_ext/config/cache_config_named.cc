@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cache_config_named.cc
- * \brief Named creation: maps checked by name.
+ * \brief Named creation, by a program or in a model: maps checked by name.
  */
 #include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "base/cpu_features.h"
 #include "base/error.h"
 #include "config/cache_config.h"
 #include "config/cache_config_checks.h"
@@ -204,10 +205,27 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const s
   return layer;
 }
 
+/*! \brief Refuses kernels that are compiled for other pages or for another CPU. */
+void RequireFit(const Fields& compiled_for, const NamedValues& config) {
+  const int64_t built_page_size = compiled_for.Get<int64_t>("page_size");
+  const auto named = config.find("page_size");
+  const auto page_size = named == config.end() ? std::nullopt : (*named).second.try_cast<int64_t>();
+  if (page_size && *page_size != built_page_size) {
+    Raise(kValueError, "the model's kernels are compiled for pages of ", built_page_size,
+          " slots, but page_size is ", *page_size, ": create the cache with page_size ",
+          built_page_size, ", or compile the model with kernel_page_size=", *page_size,
+          ", an argument of tvm_pagedkv.PagedKVCache");
+  }
+  if (auto architecture = compiled_for.Find<std::string>("architecture")) {
+    auto features = compiled_for.Get<ffi::Array<ffi::String>>("features");
+    RequireCPU("the model's kernels", *architecture, {features.begin(), features.end()});
+  }
+}
+
 }  // namespace
 
-CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView& kernels,
-                                   DLDevice device) {
+CacheConfig CacheConfig::ReadNamed(const NamedValues& config, const ffi::AnyView& kernels,
+                                   DLDevice device, bool serves_engine) {
   Fields fields(config, "config",
                 {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size",
                  "dtype", "kv_dtype", "rope_mode", "sliding_window", "sliding_window_includes_self",
@@ -248,10 +266,19 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
     Raise(kTypeError, "kernels must be a map or an array of maps, got ", kernels.GetTypeKey());
   }
   auto layer_indptr = fields.Find<ffi::Shape>("layer_indptr").value_or(ffi::Shape());
+  if (serves_engine) result.ServeEngine();
   result.SettleRope();
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, fields.Find<int64_t>("stage"));
   result.Validate();
   return result;
+}
+
+CacheConfig CacheConfig::FromModel(const NamedValues& config, const ffi::AnyView& kernels,
+                                   const ffi::Tensor& prototype, const NamedValues& compiled_for) {
+  if (!prototype.defined()) Raise(kTypeError, "the cache's device needs a tensor, got None");
+  RequireFit(Fields(compiled_for, "compiled_for", {"page_size", "architecture", "features"}),
+             config);
+  return ReadNamed(config, kernels, prototype.device(), /*serves_engine=*/true);
 }
 
 }  // namespace pagedkv

@@ -98,9 +98,9 @@ void KernelSet::Set(KernelName name, const ffi::AnyView& value) {
           value.GetTypeKey());
   }
   if (*tag == "flashinfer") return SetFlashInfer(name, *array);
-  if (*tag != "tirx" && *tag != "pagedkv") {
+  if (*tag != "tirx") {
     Raise(kValueError, "kernel '", ToString(name), "' has tag '", std::string(*tag),
-          "'; known: tirx, pagedkv, flashinfer");
+          "'; known: tirx, flashinfer");
   }
   std::optional<ffi::Function> function;
   if (array->size() == 2) function = (*array)[1].as<ffi::Function>();
@@ -108,7 +108,7 @@ void KernelSet::Set(KernelName name, const ffi::AnyView& value) {
     Raise(kTypeError, "kernel '", ToString(name), "' must have one function after its tag");
   }
   entry.function = *function;
-  entry.is_stock = *tag == "tirx";
+  entry.is_stock = true;
 }
 
 void KernelSet::SetFlashInfer(KernelName name, const ffi::Array<ffi::Any>& array) {

@@ -73,9 +73,8 @@ class KernelSet {
 
   /*!
    * \brief Adds a kernel.
-   * \param value A function (of this project), [tag, function] where the tag "tirx" means the stock
-   *   cache and "pagedkv" this project, ["flashinfer", run, plan], or None or an empty array for
-   *   no kernel.
+   * \param value A function of this project, ["tirx", function] of the stock cache, ["flashinfer",
+   *   run, plan], or None or an empty array for no kernel.
    */
   void Set(KernelName name, const ffi::AnyView& value);
 

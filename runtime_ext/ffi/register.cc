@@ -40,13 +40,13 @@ ffi::Function FromDeferred(void (Part::*method)(Args...)) {
 }
 
 /*!
- * \brief The function with which models create a cache; tvm_pagedkv/relax/frontend.py names it too.
+ * \brief The function with which models create a cache; tvm_pagedkv/relax/own_creation.py names it.
  *
  * A process without this library has no such function, and the error of the Relax VM quotes the
  * name. So the name says what to do.
  */
 constexpr const char* kModelConstructor =
-    "pagedkv.paged_attention_kv_cache_create (import tvm_pagedkv, or load libtvm_pagedkv.so)";
+    "pagedkv.create_in_model (import tvm_pagedkv, or load libtvm_pagedkv.so)";
 
 void CreatePositional(ffi::PackedArgs args, ffi::Any* result) {
   Translate([&] { *result = PagedKVCache(CacheConfig::FromPositional(args)); });
@@ -220,6 +220,13 @@ PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels
   return Translate([&] { return PagedKVCache(CacheConfig::FromNamed(config, kernels, device)); });
 }
 
+PagedKVCache CreateInModel(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels,
+                           ffi::Tensor prototype, ffi::Map<ffi::String, ffi::Any> compiled_for) {
+  return Translate([&] {
+    return PagedKVCache(CacheConfig::FromModel(config, kernels, prototype, compiled_for));
+  });
+}
+
 /*! \brief The checksum that stores add to their values, computed without Python's global lock. */
 int64_t ChecksumOf(const ffi::Tensor& bytes, int64_t seed) {
   return Translate([&] {
@@ -246,7 +253,7 @@ void DefineOwnNames() {
   auto define = [](const char* name, ffi::Function function) {
     ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
   };
-  ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromPacked(CreatePositional));
+  ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromTyped(CreateInModel));
   for (const auto& [name, method] : kOwnNames) define(name, ToFunction(method));
   for (const auto& [name, method] : kTierNames) define(name, ToFunction(method));
   define("recurrent", WithOutputLast<&Recurrence::Update>());

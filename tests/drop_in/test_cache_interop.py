@@ -16,7 +16,7 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
-from ..support.emulators.python_kernels import KERNELS, make_cache
+from ..support.emulators.python_kernels import make_cache
 from ..support.emulators.stock import create_positional, stock_kernels
 from ..support.worlds.permissive_steps import permissive_step
 
@@ -117,23 +117,6 @@ def test_other_first_arguments_are_type_errors(name, args):
         _call(name, *args)
 
 
-def test_page_size_of_the_kernels_is_checked(config, kernels):
-    create = tvm.get_global_func("vm.builtin.paged_attention_kv_cache_create")
-    with pytest.raises(TypeError, match="28 or 29 arguments, got 1"):
-        create(1)
-    for page_size, is_right in ((16, True), (32, False)):
-        rotary = ["pagedkv", kernels["split_rotary"], KERNELS["split_rotary"], page_size]
-        arguments = _positional(config, kernels)
-        arguments[24] = rotary
-        if is_right:
-            assert isinstance(create(*arguments), pkv.KVCache)
-        else:
-            with pytest.raises(
-                ValueError, match="compiled for pages of 32 slots, but page_size is 16"
-            ):
-                create(*arguments)
-
-
 def _positional(config, kernels):
     tagged = {name: ["tirx", kernels[name]] for name in ("prefill_ragged", "prefill", "decode")}
     return [
@@ -161,6 +144,7 @@ POSITIONAL = {
     "kind": (6, Shape([0, 9]), ValueError, "unknown kind"),
     "transfer": (7, "yes", TypeError, "argument 7"),
     "rope_mode": (8, 7, ValueError, "rope_mode"),
+    "rope_modes": (8, Shape([0, 1]), TypeError, "argument 8"),
     "prototype": (12, None, TypeError, "argument 12"),
     "prototype_dtype": (12, tvm.runtime.tensor(np.zeros((), "int32")), ValueError, "dtype"),
     "append": (13, None, ValueError, "missing: transpose_append"),
@@ -168,6 +152,7 @@ POSITIONAL = {
     "flashinfer_plan": (16, ["flashinfer", print, 1], TypeError, "two functions"),
     "decode": (17, [], ValueError, "missing: decode"),
     "merge": (23, None, TypeError, "argument 23"),
+    "rotary": (24, ["pagedkv", print], ValueError, "has tag 'pagedkv'; known: tirx, flashinfer"),
 }
 
 
@@ -178,6 +163,8 @@ def test_positional_errors(config, kernels, name):
     arguments[index] = value
     with pytest.raises(error, match=text):
         _call("vm.builtin.paged_attention_kv_cache_create", *arguments)
+    with pytest.raises(TypeError, match="28 or 29 arguments, got 1"):
+        _call("vm.builtin.paged_attention_kv_cache_create", 1)
 
 
 def _attend(cache, qkv, out=None):

@@ -142,7 +142,7 @@ def test_windows_beside_layers_with_windows_have_no_effect():
     results = []
     for has_windows in (False, True):
         config = engine_config(sliding_window=has_windows, rope=pkv.RopeConfig(mode="normal"))
-        cache = create_positional(config, kernels, "pagedkv", kinds=(0, 3), layer_window=9)
+        cache = create_positional(config, kernels, None, kinds=(0, 3), layer_window=9)
         rng = np.random.default_rng(0)
         call(STATE + "add_sequence", cache, 0)
         call(CACHE + "enable_sliding_window_for_seq", cache, 0, 9, 2)

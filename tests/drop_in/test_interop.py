@@ -79,9 +79,9 @@ def test_mixes_agree_with_the_reference(runtime_of, kernels_of, dtype, mode):
     _run_scenario(cache, config)
 
 
-def test_pagedkv_tag_under_the_positional_constructor():
+def test_kernels_without_a_tag_under_the_positional_constructor():
     config = _config("float32", "normal")
-    _run_scenario(create_positional(config, dict(pkv.build(config).kernels), "pagedkv"), config)
+    _run_scenario(create_positional(config, dict(pkv.build(config).kernels), None), config)
 
 
 def test_a_cache_with_a_logit_softcap():

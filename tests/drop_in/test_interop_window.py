@@ -140,7 +140,7 @@ def test_mixes_agree_with_the_reference(runtime_of, kernels_of, mode):
 def test_all_of_ours_under_the_positional_constructor():
     """Then a step may be of any length, and the plain kernels do it all."""
     kernels = dict(pkv.build(_config("inline")).kernels)
-    pair = _Pair(create_positional(_config("inline"), kernels, "pagedkv"), "inline")
+    pair = _Pair(create_positional(_config("inline"), kernels, None), "inline")
     pair.add(0, 24, 5)
     pair.add(1)
     for lengths in ([70, 20], [40, 1], [1, 1], [9, 30]):

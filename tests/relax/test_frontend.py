@@ -64,7 +64,7 @@ class AttentionOnly(nn.Module):
             rope_scale=1,
             rope_theta=10000,
             rope_scaling=self.rope.get("scaling", {}),
-            rope_ext_factors=relax.prim_value(0),
+            rope_ext_factors=self.rope.get("factors", relax.prim_value(0)),
             rotary_dim=HEAD_DIM,
             enable_disaggregation=False,
             dtype="float32",
@@ -307,13 +307,6 @@ MLA_DIMS = {"mla_original_qk_head_dim": 16, "mla_original_v_head_dim": 16}
         ({"runtime": "other"}, ValueError),
         ({"rope_mode": [RopeMode.NONE]}, ValueError),  # for two layers
         ({"rope_mode": [RopeMode.NONE, RopeMode.NORMAL], "runtime": "stock"}, ValueError),
-        (
-            {
-                "rope_mode": [RopeMode.NORMAL, RopeMode.NONE],
-                "rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 16},
-            },
-            ValueError,
-        ),
         ({"layer_ropes": [pkv.RopeConfig()]}, ValueError),  # for two layers
         ({"layer_ropes": [pkv.RopeConfig(), {"theta": 1e4}]}, TypeError),
         (

@@ -115,6 +115,22 @@ def test_layers_with_rotations_of_their_own(mode):
     assert '"rope_type": "proportional"' in cache.description["layout"]
 
 
+def test_longrope_beside_a_layer_without_rope():
+    """Its factors are a tensor of the model. Each sequence chooses the long ones by its length."""
+    rng = np.random.default_rng(0)
+    long, short = rng.uniform(1, 4, (2, HEAD_DIM // 2)).astype("float32")
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 20}
+    rope = {"mode": (RopeMode.NORMAL, RopeMode.NONE), "scaling": scaling}
+    factors = np.concatenate([long, short])
+    vm = _compile(pkv.PagedKVCache, rope | {"factors": relax.const(factors)})
+    known = scaling | {"long_factor": long, "short_factor": short}
+    expected = reference.Rope(rotary_dim=HEAD_DIM, scaling=known)
+    check_fused(vm, _create(vm), expected, ["normal", "none"], steps=([9, 5], [20, 1], [1, 1]))
+    vm = _compile(pkv.PagedKVCache, rope)
+    with pytest.raises(TypeError, match=r"config\['rope_ext_factors'\] has the wrong type: int"):
+        _create(vm)
+
+
 class OneOfTwo(AttentionOnly):
     """A model whose first layer keeps nothing."""
 

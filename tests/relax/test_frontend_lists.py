@@ -168,9 +168,23 @@ def test_model_with_a_budget(has_sinks):
         reference.assert_close(got, want, "float32", "attention")
 
 
-@pytest.mark.parametrize("changes", [{"runtime": "stock"}, {"attn_kind": "mla"}], ids=str)
-def test_models_that_have_no_budget(changes):
-    with pytest.raises(ValueError, match="page_bounds need runtime 'pagedkv', a CPU, and layers"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runtime": "stock"}, "page_bounds need runtime 'pagedkv'"),
+        (
+            {"attn_kind": "mla", "mla_original_qk_head_dim": 8, "mla_original_v_head_dim": 8},
+            "page_bounds is for kind 'mha', not 'mla'",
+        ),
+        (
+            {"target": tvm.target.Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")},
+            "bounds of pages have kernels for CPUs only",
+        ),
+    ],
+    ids=["stock", "mla", "cuda"],
+)
+def test_models_that_have_no_budget(changes, message):
+    with pytest.raises(ValueError, match=message):
         export(lists=False, page_bounds=True, **changes)
 
 
@@ -308,9 +322,9 @@ def test_lanes_that_cannot_be(changes, error, message):
         export_indexed(**changes)
 
 
-def test_pages_of_one_shape():
-    with pytest.raises(ValueError, match="lists need runtime 'pagedkv', and layers whose pages"):
-        export(attn_kind=["mha", "mla"], num_hidden_layers=2)
+def test_the_stock_runtime_has_no_lists():
+    with pytest.raises(ValueError, match="lists need runtime 'pagedkv'"):
+        export(runtime="stock")
 
 
 def test_wrong_tensors():

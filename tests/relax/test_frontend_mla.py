@@ -200,8 +200,6 @@ def test_layers_with_a_window(kinds):
 def test_layers_with_a_window_that_cannot_be():
     with pytest.raises(ValueError, match="'mla_sliding' layers need runtime 'pagedkv'"):
         _compile("mla_sliding", runtime="stock")
-    with pytest.raises(ValueError, match="no layers of kind 'mha' beside them"):
-        _compile(["mla_sliding", "mha"])
 
 
 def test_kernels_without_tags_of_ours():
@@ -221,9 +219,14 @@ class MixedAttention(LatentAttention):
 
 
 @pytest.mark.slow
-def test_mha_linear_and_mla_layers_in_one_model():
+@pytest.mark.parametrize("window", [None, 9])
+def test_mha_linear_and_mla_layers_in_one_model(window):
     width = CKV + KPE
-    model = MixedAttention(["mha", "linear", "mla"], {})
+    if window is None:
+        model = MixedAttention(["mha", "linear", "mla"], {"lists": True})
+    else:
+        kinds = ["mha", "linear", "mla_sliding"]
+        model = MixedAttention(kinds, {"layer_sliding_window_size": window})
     plain = {"param_mode": "none", "effect_mode": "none"}
     module, _ = model.export_tvm(
         {
@@ -240,7 +243,7 @@ def test_mha_linear_and_mla_layers_in_one_model():
     vm = relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
     cache = vm["create"](*(Shape([n]) for n in CAPACITIES.values()))
     mha = reference.ReferenceCache(1, np.float32)
-    mla = reference.ReferenceLatentCache(1, np.float32)
+    mla = reference.ReferenceLatentCache(1, np.float32, windows=[window])
     rng = np.random.default_rng(0)
     for each in (cache, mha, mla):
         each.add_sequence(0)

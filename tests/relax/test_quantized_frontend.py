@@ -80,9 +80,8 @@ def test_a_model_with_static_scales():
     ("changes", "message"),
     [
         ({"kv_scales": [(1, 1)]}, "1 entries for 2 layers"),
-        ({"kv_scales": [(1, 1), None]}, "all layers with K and V"),
         ({"kv_scales": [(1, 1)] * 2, "kv_dtype": "int4"}, "kv_scales are for kv_dtype"),
-        ({"kv_scales": [(1, 1)] * 2, "runtime": "stock", "kv_dtype": None}, "need runtime"),
+        ({"kv_scales": [(1, 1)] * 2, "runtime": "stock"}, "kv_scales need runtime"),
     ],
 )
 def test_static_scales_that_cannot_be(changes, message):

@@ -15,7 +15,8 @@ import tvm_ffi
 from tvm_ffi import libinfo
 
 from tvm_pagedkv import _library
-from tvm_pagedkv.relax.frontend import MODEL_CONSTRUCTORS
+from tvm_pagedkv.relax.own_creation import CREATE_IN_MODEL
+from tvm_pagedkv.relax.stock_creation import CREATE_POSITIONALLY
 
 from ..support.harness.cpp_build import run
 from ..support.harness.fast_compilation import path_of_children
@@ -39,7 +40,7 @@ def create():
 
 RUNTIME = {str(TVM / "lib" / "libtvm_runtime.so")!r}
 LIBRARY = {str(LIBRARY)!r}
-MODEL_CONSTRUCTORS = {list(MODEL_CONSTRUCTORS.values())!r}
+MODEL_CONSTRUCTORS = {[CREATE_IN_MODEL, CREATE_POSITIONALLY]!r}
 """
 
 

@@ -7,20 +7,21 @@ Everything here needs the compiler of apache-tvm. Running what was compiled does
 from .build import (
     KernelLibraries,
     KernelSets,
+    SpecSets,
     build_kernels,
     build_libraries,
     kernel_spec,
     load_kernels,
     load_libraries,
+    spec_sets,
 )
 from .cache_folder import cache_dir
 from .codec_cost import warn_if_slow
 from .cpu_classes import choices
-from .create import codec_map, config_map, create, rope_details
+from .create import config_map, create
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
-from .recurrent_specs import index_spec
 from .scratch import scratch_bytes
 from .targets import (
     architecture,
@@ -37,6 +38,7 @@ __all__ = [
     "KernelLibraries",
     "KernelObjects",
     "KernelSets",
+    "SpecSets",
     "build_kernels",
     "build_libraries",
     "architecture",
@@ -45,12 +47,10 @@ __all__ = [
     "choices",
     "class_of",
     "code_versions",
-    "codec_map",
     "compile_kernel",
     "compiling",
     "config_map",
     "create",
-    "index_spec",
     "is_cuda",
     "kernel_spec",
     "kernel_symbol",
@@ -62,8 +62,8 @@ __all__ = [
     "require_cpu",
     "required_features",
     "resolve_target",
-    "rope_details",
     "scratch_bytes",
+    "spec_sets",
     "vector_target",
     "warn_if_slow",
 ]

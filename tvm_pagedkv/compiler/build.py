@@ -188,19 +188,7 @@ def build_libraries(
     if archs is not None and not on_gpu:
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
     cpu = resolve_target(None if on_gpu else target)
-    resolved = config.resolved()
-    if on_gpu and any(layer.lists or layer.kind == "index" for layer in resolved.layers):
-        raise ValueError("attention to lists has kernels for CPUs only")
-    if on_gpu and any(layer.page_bounds for layer in resolved.layers):
-        raise ValueError("bounds of pages have kernels for CPUs only")
-    layer_specs, conv_specs = (
-        [None if spec is None else cuda_spec(spec) if on_gpu else spec for spec in each]
-        for each in _specs(resolved, cpu)
-    )
-    specs = [spec for spec in dict.fromkeys([*layer_specs, *conv_specs]) if spec is not None]
-    for spec in specs:
-        if isinstance(spec, KernelSpec):
-            warn_if_slow(spec)
+    sets = spec_sets(config.resolved(), target)
 
     def build(
         spec: KernelSpec | RecurrentSpec | ConvSpec | IndexSpec,
@@ -208,26 +196,66 @@ def build_libraries(
         return build_cuda_set(spec, archs, progress) if on_gpu else _build_set(spec, cpu, progress)
 
     return KernelLibraries(
-        libraries=tuple(build(spec) for spec in specs),
-        layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
-        conv_sets=tuple(specs.index(spec) if spec else 0 for spec in conv_specs),
+        libraries=tuple(build(spec) for spec in sets.specs),
+        layer_sets=sets.layer_sets,
+        conv_sets=sets.conv_sets,
         target=Target({"kind": "cuda", "arch": "sm_80"}) if on_gpu else cpu,
     )
 
 
-def kernel_specs(
-    config: ResolvedConfig, target: Target
-) -> list[KernelSpec | RecurrentSpec | ConvSpec | IndexSpec]:
-    """Return the specs of all kernels for a CPU, without duplicates."""
-    layer_specs, conv_specs = _specs(config, target)
-    return [spec for spec in dict.fromkeys([*layer_specs, *conv_specs]) if spec is not None]
+@dataclass(frozen=True)
+class SpecSets:
+    """The specs of a configuration's kernels, each once, and the index of each layer's spec.
+
+    `layer_sets` and `conv_sets` are those of `KernelSets`.
+    """
+
+    specs: tuple[KernelSpec | RecurrentSpec | ConvSpec | IndexSpec, ...]
+    layer_sets: tuple[int, ...]
+    conv_sets: tuple[int, ...]
 
 
-def _specs(config: ResolvedConfig, target: Target) -> tuple[list, list]:
-    """Return the spec of each layer's kernels, and of its convolution's; None: it needs none."""
-    return (
-        [_layer_spec(config, layer, target) for layer in config.layers],
-        [conv_spec(config, layer, target) for layer in config.layers],
+def spec_sets(
+    config: ResolvedConfig,
+    target: Target | str | Mapping | None = None,
+    arch: str | None = None,
+) -> SpecSets:
+    """Return the specs of the kernels of a configuration for a target.
+
+    Parameters
+    ----------
+    config : ResolvedConfig
+    target : str, mapping or tvm.target.Target, optional
+        As for `build_kernels`.
+    arch : str, optional
+        A compute capability, if the kernels are for such GPUs alone.
+
+    Raises
+    ------
+    ValueError
+        If the target has no kernels for a layer.
+    """
+    on_gpu = is_cuda(target)
+    if on_gpu and any(layer.lists or layer.kind == "index" for layer in config.layers):
+        raise ValueError("attention to lists has kernels for CPUs only")
+    if on_gpu and any(layer.page_bounds for layer in config.layers):
+        raise ValueError("bounds of pages have kernels for CPUs only")
+    cpu = resolve_target(None if on_gpu else target)
+    of_layers, of_convs = (
+        [spec and cuda_spec(spec, arch) if on_gpu else spec for spec in each]
+        for each in (
+            [_layer_spec(config, layer, cpu) for layer in config.layers],
+            [conv_spec(config, layer, cpu) for layer in config.layers],
+        )
+    )
+    specs = [spec for spec in dict.fromkeys([*of_layers, *of_convs]) if spec is not None]
+    for spec in specs:
+        if isinstance(spec, KernelSpec):
+            warn_if_slow(spec)
+    return SpecSets(
+        specs=tuple(specs),
+        layer_sets=tuple(specs.index(spec) if spec else 0 for spec in of_layers),
+        conv_sets=tuple(specs.index(spec) if spec else 0 for spec in of_convs),
     )
 
 

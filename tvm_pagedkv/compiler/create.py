@@ -22,7 +22,7 @@ from ..config import (
     ResolvedLayer,
     RopeConfig,
 )
-from .build import KernelLibraries, KernelSets, build_libraries, load_libraries
+from .build import KernelLibraries, KernelSets, SpecSets, build_libraries, load_libraries
 from .cuda.library import require_code_for
 from .targets import is_cuda, require_runnable, resolve_target
 
@@ -105,9 +105,11 @@ def _device_and_target(
 
 
 def config_map(
-    config: ResolvedConfig, kernels: KernelSets | KernelLibraries, device: tvm.runtime.Device
-) -> dict:
-    """Return the configuration as the global function ``pagedkv.create`` takes it."""
+    config: ResolvedConfig,
+    kernels: KernelSets | KernelLibraries | SpecSets,
+    device: tvm.runtime.Device,
+) -> dict[str, Any]:
+    """Return the configuration as ``pagedkv.create`` and ``pagedkv.create_in_model`` take it."""
     described = {
         "max_num_sequences": config.max_num_sequences,
         "max_total_tokens": config.max_total_tokens,
@@ -183,7 +185,7 @@ def _layer_map(
         "rope_details": rope_details(layer),
         "kernel_set": kernel_set,
         "kv_dtype": layer.kv_dtype,
-        **codec_map(layer, config.page_size),
+        **_codec_map(layer, config.page_size),
         **_original_dims(layer),
         **({"sink_logits": True} if layer.sink_logits else {}),
         **({"kv_scales": _tensor(layer.kv_scales, device)} if layer.kv_scales else {}),
@@ -194,7 +196,7 @@ def _tensor(values: Any, device: tvm.runtime.Device) -> tvm.runtime.Tensor:
     return tvm.runtime.tensor(np.array(values, np.float32), device=device)
 
 
-def codec_map(layer: ResolvedLayer, page_size: int) -> dict[str, dict[str, str | int]]:
+def _codec_map(layer: ResolvedLayer, page_size: int) -> dict[str, dict[str, str | int]]:
     """Return what the runtime knows of the codec of a layer; empty without one."""
     codec = layer.codec
     if codec is None:

@@ -26,7 +26,7 @@ from tir_kernels.cpu.workspace import ALLOCATE, RELEASE
 from tir_kernels.releases import TensorLoad, buffer_of
 
 from ..config import KVCacheConfig
-from .build import kernel_specs
+from .build import spec_sets
 from .targets import resolve_target
 from .tasks import num_heap_bytes, share_task_body
 
@@ -79,7 +79,7 @@ def scratch_bytes(
         segments = -(-resolved.max_total_tokens // cuts.SEGMENT)
         most[name] = splits * min(segments, cuts.MAX_SEGMENTS)
     blocks: list[int] = []
-    for spec in kernel_specs(resolved, resolve_target(target)):
+    for spec in spec_sets(resolved, resolve_target(target)).specs:
         for name in tir_kernels.kernel_names(spec):
             sizes = [_most_of_block(requests, most) for requests in _requests(name, spec)]
             known = [size for size in sizes if size is not None]

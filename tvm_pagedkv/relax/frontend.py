@@ -4,50 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from tvm import relax, tirx
-from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm.target import Target
 
-from tir_kernels.spec import KernelSpec
-
-from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target, warn_if_slow
-from ..compiler.cuda import arch_of, cuda_spec
-from ..config import (
-    MHA_KINDS,
-    WINDOW_KINDS,
-    KVCacheConfig,
-    LayerSpec,
-    ResolvedConfig,
-    ResolvedLayer,
-    RopeConfig,
-)
-from .constructor_kernels import ConstructorKernels, IndexLanes, page_types
+from ..compiler import is_cuda, require_cpu
+from ..compiler.cuda import arch_of
+from ..config import KVCacheConfig, LayerSpec, RopeConfig
+from .creation_values import CreationValues
 from .frontend_methods import PagedKVCacheObject
-from .layer_ropes import base_rope, common_ropes, layer_ropes_of, mode_number, own_ropes
-from .layer_scales import scales_of_layers, static_scales
+from .layer_ropes import common_ropes, own_ropes
+from .layer_specs import accepts_sequence_windows, layer_specs
 from .model_kernels import link_when_finalized
+from .own_creation import own_creation
+from .stock_creation import stock_creation
 
-# The Relax VM quotes the name of a function that it does not find: ours tells what to do, where the
-# library is not loaded. runtime_ext/ffi/register.cc has it too.
-MODEL_CONSTRUCTORS = {
-    "pagedkv": "pagedkv.paged_attention_kv_cache_create "
-    "(import tvm_pagedkv, or load libtvm_pagedkv.so)",
-    "stock": "vm.builtin.paged_attention_kv_cache_create",
-}
-_KIND_NUMBERS = {
-    "mha": int(AttnKind.MHA),
-    "mla": int(AttnKind.MLA),
-    "linear": 2,  # TVM's front end has no name for it
-    "mha_sliding": int(AttnKind.MHA_SLIDING),
-    "mha_chunked": 4,  # this and the next are known to runtime "pagedkv" only
-    "index": 5,
-    "mla_sliding": 6,
-}
-_LATENT = {"mla", "mla_sliding"}
-_WITH_WINDOW = {*WINDOW_KINDS, "mla_sliding"}
+RUNTIMES = ("pagedkv", "stock")
 
 
 class PagedKVCache(PagedKVCacheObject):
@@ -65,9 +39,9 @@ class PagedKVCache(PagedKVCacheObject):
     ----------
     attn_kind : str or list of str
         One kind for all layers, or one per layer: "mha", "mha_sliding", "mha_chunked" (for runtime
-        "pagedkv"), "mla", "mla_sliding" (for runtime "pagedkv"; not beside "mha" and its kind),
-        "index" (for runtime "pagedkv", with `index_lane`), or "linear", which keeps no K and V. In
-        a model with "mla" layers, the heads of other layers are as wide as a latent row.
+        "pagedkv"), "mla", "mla_sliding" (for runtime "pagedkv"), "index" (for runtime "pagedkv",
+        with `index_lane`), or "linear", which keeps no K and V. In a model with "mla" layers, the
+        heads of other layers are as wide as a latent row.
     max_batch_size, max_total_seq_len, prefill_chunk_size : tirx.Var or int
         Capacities. Symbolic ones are given when the cache is created.
     page_size : tirx.Var or int
@@ -116,8 +90,7 @@ class PagedKVCache(PagedKVCacheObject):
     kv_dtype : str, optional
         Type of the pages, or the codec that quantizes them, as for `KVCacheConfig`; None: `dtype`.
     lists : bool
-        Whether rows of "mha" and "mla" layers can attend to lists of positions, as for `LayerSpec`;
-        in models whose layers have pages of one shape.
+        Whether rows of "mha" and "mla" layers can attend to lists of positions, as for `LayerSpec`.
     page_bounds : bool
         Whether decode steps of "mha" layers can attend within a budget, as for `LayerSpec`; in
         models whose layers are all of this kind, on CPUs.
@@ -127,8 +100,8 @@ class PagedKVCache(PagedKVCacheObject):
     sink_logits : bool
         Whether all attention layers have learned sinks, as for `LayerSpec`.
     kv_scales : sequence of pairs, optional
-        Static scales of K and of V of each layer, as for `LayerSpec`: for runtime "pagedkv", and
-        models whose layers have K and V; entries of "linear" layers are None.
+        Static scales of K and of V of each layer, as for `LayerSpec`, for runtime "pagedkv"; None
+        for layers without K and V, and for those whose rows have scales of their own.
     spans : bool
         Whether steps can have spans whose rows see to the span's end, as for `KVCacheConfig`.
     runtime : {"pagedkv", "stock"}
@@ -190,201 +163,69 @@ class PagedKVCache(PagedKVCacheObject):
         spans: bool = False,
         runtime: str = "pagedkv",
     ) -> None:
-        if runtime not in MODEL_CONSTRUCTORS:
-            raise ValueError(
-                f"runtime must be one of {', '.join(MODEL_CONSTRUCTORS)}; got {runtime!r}"
-            )
-        kinds = _layer_kinds(attn_kind, num_hidden_layers)
-        ropes = (
-            common_ropes(
-                rope_mode, rope_theta, rope_scale, rope_scaling, rotary_dim, num_hidden_layers
-            )
-            if layer_ropes is None
-            else own_ropes(layer_ropes, num_hidden_layers)
-        )
-        if runtime == "stock" and len(set(ropes)) > 1:
-            raise ValueError(
-                "the stock runtime has one rotation for all layers; choose runtime 'pagedkv', or "
-                "RopeMode.NONE and rotate in the model"
-            )
-        if runtime == "stock" and spans:
-            raise ValueError("spans need runtime 'pagedkv'")
-        if runtime == "stock" and "mha_chunked" in kinds:
-            raise ValueError(
-                "the stock runtime has no layers that attend within chunks; choose runtime "
-                "'pagedkv'"
-            )
-        if "mla_sliding" in kinds and (runtime == "stock" or {*MHA_KINDS} & {*kinds}):
-            raise ValueError(
-                "'mla_sliding' layers need runtime 'pagedkv', and no layers of kind 'mha' beside "
-                f"them; got runtime {runtime!r} and kinds {sorted(set(kinds))}"
-            )
-        _check_index_lane(kinds, index_lane, runtime, target)
-        rope = base_rope(ropes, kinds)
-        is_mixed = "mla" in kinds and not set(MHA_KINDS).isdisjoint(kinds)
-        if lists and (runtime == "stock" or is_mixed):
-            raise ValueError(
-                "lists need runtime 'pagedkv', and layers whose pages have one shape: not 'mla' "
-                f"layers beside others; got runtime {runtime!r} and kinds {sorted(set(kinds))}"
-            )
-        if page_bounds and (runtime == "stock" or is_cuda(target) or set(kinds) != {"mha"}):
-            raise ValueError(
-                "page_bounds need runtime 'pagedkv', a CPU, and layers of kind 'mha'; got runtime "
-                f"{runtime!r}, target {target.kind.name} and kinds {sorted(set(kinds))}"
-            )
-        scales = scales_of_layers(kinds, kv_scales, runtime)
-        if sink_logits and runtime == "stock":
-            raise ValueError("sink_logits need runtime 'pagedkv': the stock runtime has none")
+        if runtime not in RUNTIMES:
+            raise ValueError(f"runtime must be one of {', '.join(RUNTIMES)}; got {runtime!r}")
         if is_cuda(target):
             arch_of(target)
-            if runtime == "stock":
-                raise ValueError("for GPUs there are kernels for runtime 'pagedkv' only")
         else:
             require_cpu(target)
+        if layer_ropes is None:
+            ropes = common_ropes(
+                rope_mode, rope_theta, rope_scale, rope_scaling, rotary_dim, num_hidden_layers
+            )
+        else:
+            ropes = own_ropes(layer_ropes, num_hidden_layers)
+        layers = layer_specs(
+            attn_kind,
+            ropes,
+            kv_scales,
+            index_lane,
+            qk_head_dim=qk_head_dim,
+            window=layer_sliding_window_size,
+            mla_original_qk_head_dim=mla_original_qk_head_dim,
+            mla_original_v_head_dim=mla_original_v_head_dim,
+            lists=lists,
+            page_bounds=page_bounds,
+            sink_logits=sink_logits,
+        )
         # A symbolic value is known only when the cache is created.
         has_windows = not (isinstance(support_sliding_window, int) and not support_sliding_window)
-        if runtime == "stock" and sliding_window_includes_self:
-            raise ValueError(
-                "the windows of the stock runtime never include the row itself: leave "
-                "sliding_window_includes_self None, or choose runtime 'pagedkv'"
-            )
         config = KVCacheConfig(  # validates; its capacities stay symbolic in the model
             num_layers=num_hidden_layers,
             num_qo_heads=num_attention_heads,
             num_kv_heads=num_key_value_heads,
             qk_head_dim=qk_head_dim,
             v_head_dim=v_head_dim,
-            dtype=dtype,
+            dtype=str(dtype),  # mlc-llm gives a DataType, which is a str of another class
             kv_dtype=kv_dtype,
             page_size=page_size if isinstance(page_size, int) else kernel_page_size,
-            rope=rope,
-            layers=[
-                index_lane
-                if kind == "index" and index_lane is not None
-                else LayerSpec(
-                    kind="mla" if kind in _LATENT else kind,
-                    v_head_dim=qk_head_dim if "mla" in kinds and kind not in _LATENT else None,
-                    window=layer_sliding_window_size if kind in _WITH_WINDOW else None,
-                    mla_original_qk_head_dim=mla_original_qk_head_dim if kind in _LATENT else None,
-                    mla_original_v_head_dim=mla_original_v_head_dim if kind in _LATENT else None,
-                    rope=own,
-                    lists=lists and kind in ("mha", "mla"),
-                    page_bounds=page_bounds,
-                    sink_logits=sink_logits and kind != "linear",
-                    kv_scales=own_scales,
-                )
-                for kind, own, own_scales in zip(kinds, ropes, scales, strict=True)
-            ],
-            # Layers with a window of their own ignore those of sequences.
-            sliding_window=has_windows and not {*_LATENT, "mha_chunked", "index"} & set(kinds),
+            layers=layers,
+            sliding_window=has_windows and accepts_sequence_windows(layers),
             sliding_window_includes_self=sliding_window_includes_self,
             logit_softcap=logit_softcap,
             alibi=alibi,
             spans=spans,
-        ).resolved()
-        if runtime == "stock" and config.kv_dtype != dtype:
-            raise ValueError(
-                f"the stock runtime keeps K and V in the dtype of a step, {dtype}, not as "
-                f"{config.kv_dtype}: leave kv_dtype None, or choose runtime 'pagedkv'"
-            )
-        if runtime == "stock" and "mla" in kinds and not set(MHA_KINDS).isdisjoint(kinds):
-            raise ValueError(
-                "the stock runtime has one copy_single_page for all layers, and the pages of 'mla' "
-                "layers have another shape than those of the others"
-            )
-        specs = [
-            _spec(config, replace(layer, rope=rope.resolved()), target)
-            for layer in config.layers
-            if layer.kind not in ("linear", "index")
-        ]
-        kernels = ConstructorKernels(
-            {spec.kind: spec for spec in specs},
-            "tirx" if runtime == "stock" else "pagedkv",
-            layer_sliding_window_size,
-            target,
-            page_types(config),
-            layer_ropes_of(config, lambda layer: _spec(config, layer, target))
-            if layer_ropes is not None
-            else (),
-            IndexLanes.of(config, target),
-            static_scales(config),
         )
+        values = CreationValues(
+            max_num_sequences=max_batch_size,
+            max_total_tokens=max_total_seq_len,
+            prefill_chunk_size=prefill_chunk_size,
+            page_size=page_size,
+            sliding_window=support_sliding_window,
+            enable_kv_transfer=enable_disaggregation,
+            layer_indptr=layer_partition,
+            rope_ext_factors=rope_ext_factors,
+        )
+        if runtime == "stock":
+            call, kernels = stock_creation(config, layer_sliding_window_size, values, target)
+        else:
+            call, kernels = own_creation(config.resolved(), values, target)
         builder = relax.BlockBuilder.current()
         if builder is None:
             raise RuntimeError(
                 "a PagedKVCache is made while a Relax function is built: in a method that "
                 "export_tvm calls, or in a function of a relax.BlockBuilder"
             )
-        capacities = [
-            max_batch_size,
-            max_total_seq_len,
-            prefill_chunk_size,
-            page_size,
-            support_sliding_window,
-            layer_sliding_window_size,
-        ]
-        if runtime == "pagedkv" and sliding_window_includes_self is not None:
-            capacities.append(int(sliding_window_includes_self))
-        modes = [mode_number(each) for each in ropes]
-        arguments = [
-            relax.ShapeExpr(capacities),
-            layer_partition,
-            relax.prim_value(num_attention_heads),
-            relax.prim_value(num_key_value_heads),
-            relax.prim_value(qk_head_dim),
-            relax.prim_value(v_head_dim),
-            relax.ShapeExpr([_KIND_NUMBERS[kind] for kind in kinds]),
-            relax.prim_value(enable_disaggregation),
-            relax.prim_value(modes[0]) if len(set(modes)) == 1 else relax.ShapeExpr(modes),
-            relax.prim_value(rope.scale),
-            relax.prim_value(rope.theta),
-            rope_ext_factors,
-            relax.op.zeros((), dtype),
-            *kernels.positional(has_windows),
-        ]
         self.extern_mods = kernels.compile()
         link_when_finalized(builder, self.extern_mods)
-        super().__init__(
-            _expr=relax.call_pure_packed(
-                MODEL_CONSTRUCTORS[runtime], *arguments, ty_args=relax.AnyType()
-            ),
-            _name=name,
-        )
-
-
-def _spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> KernelSpec:
-    if is_cuda(target):
-        return cuda_spec(kernel_spec(config, layer, resolve_target()), arch_of(target))
-    spec = kernel_spec(config, layer, target)
-    warn_if_slow(spec)
-    return spec
-
-
-def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
-    kinds = [attn_kind] * num_layers if isinstance(attn_kind, str) else list(attn_kind)
-    if len(kinds) != num_layers:
-        raise ValueError(f"attn_kind has {len(kinds)} entries for {num_layers} layers")
-    for kind in kinds:
-        if kind not in _KIND_NUMBERS:
-            raise ValueError(f"attn_kind must be of {', '.join(_KIND_NUMBERS)}; got {kind!r}")
-    return kinds
-
-
-def _check_index_lane(
-    kinds: list[str], index_lane: LayerSpec | None, runtime: str, target: Target
-) -> None:
-    if not isinstance(index_lane, (LayerSpec, type(None))):
-        raise TypeError(f"index_lane must be a LayerSpec, got {index_lane!r}")
-    kind = None if index_lane is None else index_lane.kind
-    if ("index" in kinds) != (kind == "index") or kind not in (None, "index"):
-        raise ValueError(
-            "layers of kind 'index' and index_lane, a LayerSpec of this kind, need each other; got "
-            f"kinds {sorted(set(kinds))} and index_lane={index_lane!r}"
-        )
-    if kind is not None and {*kinds} <= {"index", "linear"}:
-        raise ValueError(
-            "layers of kind 'index' need a layer of attention beside them, whose positions they "
-            f"choose; got kinds {sorted(set(kinds))}"
-        )
-    if kind is not None and (runtime == "stock" or is_cuda(target)):
-        raise ValueError("layers of kind 'index' need runtime 'pagedkv' and a CPU")
+        super().__init__(_expr=call, _name=name)

@@ -21,7 +21,7 @@ KERNELS = (
 )
 
 
-def prepare_begin_forward(kernels: Mapping, tag: str, batch: int) -> Prepared:
+def prepare_begin_forward(kernels: Mapping, tag: str | None, batch: int) -> Prepared:
     """A cache with `batch` sequences of `CONTEXT` positions.
 
     Each run is one ``begin_forward``; what comes before it closes the last step and takes its
@@ -31,7 +31,7 @@ def prepare_begin_forward(kernels: Mapping, tag: str, batch: int) -> Prepared:
     ----------
     kernels : name -> function
         Those of `KERNELS`, for one layer of heads `SMALL` in float32.
-    tag : str
+    tag : str or None
         Of the kernels, as the positional constructor takes it.
     batch : int
     """

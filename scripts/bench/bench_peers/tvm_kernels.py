@@ -65,7 +65,7 @@ class TvmPeer(Peer):
 class Ours(TvmPeer):
     """Our kernels; they also measure the machine's limits."""
 
-    tag = "pagedkv"
+    tag = None
     cpu = "native"
 
     @functools.cache  # noqa: B019  (lives as long as the process)

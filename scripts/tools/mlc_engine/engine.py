@@ -15,7 +15,9 @@ from typing import Any
 import tokenizers
 import tvm
 import tvm_ffi
-from tvm_ffi.registry import list_global_func_names
+
+from tvm_pagedkv.relax.own_creation import CREATE_IN_MODEL
+from tvm_pagedkv.relax.stock_creation import CREATE_POSITIONALLY
 
 MAX_BATCH, MAX_TOKENS, MAX_CHUNK, PAGE_SIZE = 16, 16384, 64, 16
 
@@ -142,7 +144,7 @@ class Engine:
 def _caches() -> Iterator[list]:
     """Collect the caches that models create, by either constructor."""
     created: list = []
-    names = [x for x in list_global_func_names() if "paged_attention_kv_cache_create" in x]
+    names = CREATE_IN_MODEL, CREATE_POSITIONALLY
     creators = {name: tvm_ffi.get_global_func(name) for name in names}
 
     def remember(create: Callable, *arguments: Any) -> Any:

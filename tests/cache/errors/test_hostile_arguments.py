@@ -16,7 +16,8 @@ import tvm_ffi
 from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv.relax.frontend import MODEL_CONSTRUCTORS
+from tvm_pagedkv.relax.own_creation import CREATE_IN_MODEL
+from tvm_pagedkv.relax.stock_creation import CREATE_POSITIONALLY
 
 from ...support.cases.caches.checkpoint_cases import export
 from ...support.emulators.python_kernels import make_cache, snapshot
@@ -81,7 +82,7 @@ OTHERS = {
 # test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py,
 # test_cuda_scratch.py, test_rnn_state.py, kernels/test_threads.py.
 WITHOUT_CACHE = {
-    *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
+    CREATE_IN_MODEL, CREATE_POSITIONALLY, OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
     OWN + "conv", OWN + "recurrent", OWN + "check_conv", OWN + "check_recurrent",
@@ -277,7 +278,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
 
 
 def registered() -> set[str]:
-    prefixes = (STATE, CACHE, RNN, DISAGG, OWN, "vm.builtin.paged_attention_kv_cache_create")
+    prefixes = (STATE, CACHE, RNN, DISAGG, OWN, CREATE_POSITIONALLY)
     names = tvm_ffi.registry.list_global_func_names()
     return {name for name in names if name.startswith(prefixes)}
 

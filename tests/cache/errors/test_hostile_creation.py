@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import tvm
 import tvm_ffi
 from tvm_ffi import Shape
 
-from tvm_pagedkv.relax.frontend import MODEL_CONSTRUCTORS
+from tvm_pagedkv.relax.own_creation import CREATE_IN_MODEL
 
 from ...support.emulators.python_kernels import (
     KERNELS,
@@ -86,6 +87,12 @@ KERNEL_MAPS = {
     "half": KERNELS | {"prefill": ["tirx"]}, "nested": [[KERNELS]], "unknown": {"x": print},
     "tag_alone": KERNELS | {"prefill": ["flashinfer", print]}, "two_sets": [KERNELS, {"x": 1}],
 }  # fmt: skip
+COMPILED_FOR_CHANGES = {
+    "other_pages": {"page_size": 8}, "no_pages": {"page_size": None}, "text": {"page_size": "4"},
+    "machine": {"architecture": "pdp11"}, "machine_type": {"architecture": 1},
+    "no_features": {"features": None}, "feature": {"features": ["no_such_feature"]},
+    "features_text": {"features": "avx2"}, "ints": {"features": [1]}, "unknown": {"colour": 1},
+}  # fmt: skip
 # More than any machine has, in one piece or in many.
 LARGE = {
     "one": ({"max_total_tokens": 2**31 - 512}, {"qk_head_dim": 4096, "num_kv_heads": 4}),
@@ -113,12 +120,22 @@ def made(value: Any) -> Any:
     return tvm.runtime.tensor(value) if isinstance(value, np.ndarray) else value
 
 
-def creation_cases() -> Iterator[tuple[str, Callable[[], None]]]:
-    create = tvm_ffi.get_global_func("pagedkv.create")
-    good = (make_config(), KERNELS, tvm.cpu())
+COMPILED_FOR = {"page_size": 4, "architecture": platform.machine(), "features": []}
+
+
+def good_arguments(name: str) -> list[Any]:
+    """Arguments with which a global function makes a cache."""
+    if name == "pagedkv.create":
+        return [make_config(), KERNELS, tvm.cpu()]
+    return [make_config(), KERNELS, tvm.runtime.tensor(np.zeros((), "float32")), COMPILED_FOR]
+
+
+def creation_cases(function: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    create = tvm_ffi.get_global_func(function)
+    good = good_arguments(function)
 
     def case(config: Any, kernels: Any = KERNELS, device: Any = good[2]) -> Callable[[], None]:
-        return lambda: refused(ERRORS, create, config, kernels, device)
+        return lambda: refused(ERRORS, create, config, kernels, device, *good[3:])
 
     for field, values in CONFIG.items():
         for name, value in values.items():
@@ -137,6 +154,12 @@ def creation_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"mla {field}", case(make_config(layers=[MLA_LAYER | {field: value}]), MLA_KERNELS)
     for name, value in KERNEL_MAPS.items():
         yield f"kernels: {name}", case(make_config(), value)
+    if function == CREATE_IN_MODEL:
+        for name, changes in COMPILED_FOR_CHANGES.items():
+            yield (
+                f"compiled for: {name}",
+                lambda x=changes: refused(ERRORS, create, *good[:3], COMPILED_FOR | x),
+            )
     for name in ("cuda", "rocm", "vulkan", "metal", "opencl", "hexagon"):
         device = tvm.device(name, 0)
         if not device.exist:
@@ -144,7 +167,7 @@ def creation_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "device: cuda 9999", case(make_config(), KERNELS, tvm.device("cuda", 9999))
     yield "device: none", case(make_config(), KERNELS, None)
     yield "device: text", case(make_config(), KERNELS, "gpu of somebody")
-    for index in range(3):
+    for index in range(len(good)):
         for name, make in wrong_types(Kind(lambda i=index: good[i], {})):
             # A map or an array may be right where one is expected; the tables above have these.
             if name in ("map", "device", "array", "array_of_none") or name == "text":
@@ -154,12 +177,14 @@ def creation_cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 f"argument {index}: {name}",
                 lambda a=args, i=index: refused(ERRORS, create, *a[:i], a[i](), *a[i + 1 :]),
             )
-    for count in range(3):
+    for count in range(len(good)):
         yield f"{count} arguments", lambda n=count: refused(ERRORS, create, *good[:n])
 
 
-def test_hostile_creation():
-    failed = failures(creation_cases())
+@pytest.mark.parametrize("function", ["pagedkv.create", CREATE_IN_MODEL])
+def test_hostile_creation(function):
+    tvm_ffi.get_global_func(function)(*good_arguments(function))
+    failed = failures(creation_cases(function))
     assert not failed, f"{len(failed)} cases\n" + "\n".join(failed[:20])
 
 
@@ -212,11 +237,10 @@ POSITIONAL = {
     "kinds": {
         "none": None, "empty": Shape([]), "one": Shape([0]), "unknown": Shape([0, 4]),
         "low": Shape([0, -(2**63)]), "wide": Shape([0, 2**32]), "sliding": Shape([3, 3]),
-        "mla": Shape([1, 1]), "index": Shape([0, 5]), "last": Shape([0, 7]),
-        "windows_of_mla": Shape([6, 6]), "windows_of_mla_beside_mha": Shape([0, 6]),
+        "mla": Shape([1, 1]), "last": Shape([0, 5]),
     },
     "transfer": {"text": "yes", "array": []},
-    "mode": {"negative": -1, "three": 3, "wide": 2**32} | NO_INT,
+    "mode": {"shape": Shape([0, 0]), "negative": -1, "three": 3, "wide": 2**32} | NO_INT,
     "scale": NO_SCALE,
     "theta": NO_SCALE,
     "prototype": {
@@ -233,9 +257,8 @@ POSITIONAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("runtime", MODEL_CONSTRUCTORS)
-def test_hostile_positional_creation(runtime):
-    create = tvm_ffi.get_global_func(MODEL_CONSTRUCTORS[runtime])
+def test_hostile_positional_creation():
+    create = tvm_ffi.get_global_func("vm.builtin.paged_attention_kv_cache_create")
     create(*positional())
 
     def cases():
@@ -251,61 +274,6 @@ def test_hostile_positional_creation(runtime):
 
     failed = failures(cases())
     assert not failed, f"{len(failed)} cases\n" + "\n".join(failed[:20])
-
-
-def test_hostile_static_scales():
-    """Scales of K and V, which come by name, of layers in quantized pages."""
-    codec = ["int8", 8, 4, 832, 1]  # of 64 rows of 8 values
-    create = tvm_ffi.get_global_func(MODEL_CONSTRUCTORS["pagedkv"])
-    own = {name: ["pagedkv", print] for name in ("prefill", "decode", "prefill_ragged")}
-
-    def arguments(value: Any, codec: list | str = codec) -> list[Any]:
-        rotary = ["pagedkv", print, print, 16, "kv_dtype", codec, "kv_scales", value]
-        return positional(split_rotary=rotary, **own)
-
-    scales = np.ones((2, 2, 2), "float32")
-    create(*arguments(made(scales)))
-    wrong = {
-        "none": None, "number": 1.0, "text": "x", "empty": [], "few_layers": scales[:1],
-        "many_layers": np.ones((3, 2, 2), "float32"), "planes": np.ones((2, 1, 2), "float32"),
-        "heads": np.ones((2, 2, 3), "float32"), "flat": scales[0], "half": scales.astype("float16"),
-    }  # fmt: skip
-    cases = [
-        (name, lambda value=value: refused(ERRORS, create, *arguments(made(value))))
-        for name, value in wrong.items()
-    ]
-    cases.append(
-        ("plain pages", lambda: refused(ERRORS, create, *arguments(made(scales), "float16")))
-    )
-    assert failures(cases) == []
-
-
-def test_hostile_index_lanes():
-    """Layers of kind "index", whose shape and kernels come by name."""
-    names = ("transpose_append_mla", "copy_single_page")
-    kernels = [each for name in names for each in (name, MLA_KERNELS[name])]
-    lane = [3, 8, "float32", *kernels, "index_top_k", print]
-    create = tvm_ffi.get_global_func(MODEL_CONSTRUCTORS["pagedkv"])
-
-    def arguments(value: Any) -> list[Any]:
-        rotary = ["pagedkv", KERNELS["split_rotary"], None, 16, "index", value]
-        return positional(kinds=Shape([0, 5]), split_rotary=rotary)
-
-    layer = create(*arguments(lane)).description["layers"][1]
-    assert [layer[name] for name in ("kind", "num_qo_heads", "qk_head_dim")] == ["mla", 3, 8]
-    wrong = {
-        "none": None, "int": 1, "empty": [], "short": lane[:2], "no_kernels": lane[:3],
-        "half": lane[:-1], "text": "index", "no_choice": lane[:-2],
-        "name": [*lane[:3], 1, print], "unknown": [*lane, "other", print],
-    }  # fmt: skip
-    for i, values in enumerate((BELOW_ONE | NO_INT, BELOW_ONE | NO_INT, CONFIG["kv_dtype"])):
-        for name, value in values.items():
-            wrong[f"{i}: {name}"] = [*lane[:i], made(value), *lane[i + 1 :]]
-    failed = failures(
-        (which, lambda x=value: refused(ERRORS, create, *arguments(x)))
-        for which, value in wrong.items()
-    )
-    assert not failed, "\n".join(failed)
 
 
 if __name__ == "__main__":

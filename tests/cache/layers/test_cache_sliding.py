@@ -250,7 +250,7 @@ def test_positional_form():
     arguments = [
         Shape([4, 64, 32, 4, 0, 5]), Shape([0, 3]), 4, 2, DIM, DIM, Shape([3, 0, 3]), False, 0,
         1.0, 1e4, None, tvm.runtime.tensor(np.zeros((), "float32")), kernels["transpose_append"],
-        None, *(["pagedkv", kernels[name]] for name in names), [], [], [], [kernels["merge"]],
+        None, *(kernels[name] for name in names), [], [], [], [kernels["merge"]],
         kernels["split_rotary"], kernels["copy_single_page"], None, None,
     ]  # fmt: skip
     create = tvm.get_global_func("vm.builtin.paged_attention_kv_cache_create")

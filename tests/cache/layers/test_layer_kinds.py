@@ -29,24 +29,13 @@ HEADS, KV_HEADS, WIDTH, V_WIDTH, WINDOW = 4, 2, 24, 16, 5
 SM_SCALE = WIDTH**-0.5
 
 
-def make_positional(kinds: list[int], layer_indptr: list[int] | None = None) -> pkv.KVCache:
-    """A cache over the NumPy kernels; MHA heads are as wide as the latent rows of MLA."""
-
-    def tagged(*names: str) -> list:
-        return ["pagedkv", *(({**MLA_KERNELS, **KERNELS})[name] for name in names)]
-
-    ragged, merge = KERNELS["prefill_ragged"], KERNELS["merge"]
-    copy = KERNELS["copy_single_page"]
-    return tvm_ffi.get_global_func("vm.builtin.paged_attention_kv_cache_create")(
-        Shape([4, 128, 32, 4, 0, WINDOW]), Shape(layer_indptr or [0, len(kinds)]),
-        HEADS, KV_HEADS, WIDTH, V_WIDTH if MLA in kinds else WIDTH, Shape(kinds), False,
-        0, 1.0, 1e4, None, tvm.runtime.tensor(np.zeros((), "float32")),
-        KERNELS["transpose_append"], MLA_KERNELS["transpose_append_mla"],
-        ["pagedkv", ragged, ragged, 16, 8],
-        *(tagged(x) for x in ("prefill", "decode", "prefill_sliding", "decode_sliding")),
-        [], [], tagged("mla_prefill"), [merge, merge], KERNELS["split_rotary"],
-        ["pagedkv", copy, copy], None, None,
-    )  # fmt: skip
+SHAPE = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "qk_head_dim": WIDTH}
+LAYERS = {
+    MHA: {"kind": "mha", **SHAPE},
+    SLIDING: {"kind": "mha_sliding", "window": WINDOW, **SHAPE},
+    LINEAR: {"kind": "linear"},
+    MLA: {"kind": "mla", **SHAPE, "num_kv_heads": 1, "v_head_dim": V_WIDTH, "kernel_set": 1},
+}
 
 
 class Model:
@@ -103,8 +92,9 @@ class Model:
     [[MHA, MLA], [MLA, SLIDING, MHA, MLA], [LINEAR, MHA], [MLA, LINEAR, LINEAR]],
     ids=str,
 )
-def test_kinds_in_one_positional_call(kinds):
-    cache = make_positional(kinds)
+def test_kinds_in_one_cache(kinds):
+    layers = [LAYERS[kind] for kind in kinds]
+    cache = make_cache([KERNELS, MLA_KERNELS], layers=layers, max_total_tokens=128)
     spelt = ["mha", "mla", "linear", "mha_sliding"]
     assert [layer["kind"] for layer in cache.description["layers"]] == [
         spelt[k] for k in kinds if k != LINEAR
@@ -129,12 +119,6 @@ def test_linear_layers_take_no_memory():
 
 KINDS = [MHA, SLIDING, MLA, SLIDING, MHA]
 INDPTR = [0, 2, 2, 5]
-SHAPE = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "qk_head_dim": WIDTH}
-LAYERS = {
-    MHA: {"kind": "mha", **SHAPE},
-    SLIDING: {"kind": "mha_sliding", "window": WINDOW, **SHAPE},
-    MLA: {"kind": "mla", **SHAPE, "num_kv_heads": 1, "v_head_dim": V_WIDTH, "kernel_set": 1},
-}
 
 
 def make_stage(stage: int) -> pkv.KVCache:

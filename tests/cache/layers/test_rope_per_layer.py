@@ -6,17 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-import tvm_ffi
-from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.compiler import build_libraries
 
 from ... import reference
-from ...support.cases.caches.cache_cases import DIM, MODES, ROPE, CachePair, layer_of
+from ...support.cases.caches.cache_cases import MODES, ROPE, CachePair, layer_of
 from ...support.cases.caches.sequence_window_cases import WindowPair
 from ...support.emulators.python_kernels import (
-    KERNELS,
     LAYER,
     make_cache,
     share_every_prefix,
@@ -170,58 +167,6 @@ def test_layers_without_rope_share_kernels(monkeypatch):
         )
         assert build_libraries(config).layer_sets == expected
     assert built[0].rope.theta == 5e5
-
-
-def positional(rope_mode=1, rotary=None):
-    """A cache of the stock constructor; kinds are two layers of MHA."""
-    tagged = [["pagedkv", KERNELS[name]] for name in ("prefill", "decode")]
-    merge = KERNELS["merge"]
-    return tvm_ffi.get_global_func("vm.builtin.paged_attention_kv_cache_create")(
-        Shape([4, 128, 32, 4, 0]), Shape([0, 2]), LAYER["num_qo_heads"], LAYER["num_kv_heads"],
-        DIM, DIM, Shape([0, 0]), False, rope_mode, 1.0, 1e4, None,
-        tvm.runtime.tensor(np.zeros((), "float32")), KERNELS["transpose_append"], None,
-        ["pagedkv", KERNELS["prefill_ragged"]], *tagged, [], [], [], [], [], [merge, merge],
-        rotary or KERNELS["split_rotary"], KERNELS["copy_single_page"], None, None,
-    )  # fmt: skip
-
-
-def test_modes_in_the_positional_call():
-    for modes in ((0, 1), (2, 0)):
-        cache = positional(Shape(modes))
-        expected = reference.ReferenceCache(
-            2, np.dtype("float32"), ROPE, [[*MODES][mode] for mode in modes]
-        )
-        pair = CachePair(cache, expected)
-        pair.add(0)
-        for length in (11, 1, 4):
-            pair.step([0], [length])
-    with pytest.raises(ValueError, match="one mode for each of 2 layers, got 3"):
-        positional(Shape([0, 1, 0]))
-    with pytest.raises(ValueError, match="rope_mode must be between 0 and 2, got 3"):
-        positional(Shape([0, 3]))
-    with pytest.raises(TypeError, match="must be an integer, or a shape with one per layer"):
-        positional("none")
-
-
-def test_ropes_in_the_positional_call():
-    split, head = KERNELS["split_rotary"], ["pagedkv", KERNELS["split_rotary"], None, 4]
-    cache = positional(1, [*head, "rope", [Shape([1]), 500.0, 0.5, "half", "split_rotary", split]])
-    first, second = cache.description["layers"]
-    assert (first["rope_theta"], first["rope_scale"], first["kernel_set"]) == (1e4, 1.0, 0)
-    assert (second["rope_theta"], second["rope_scale"], second["kernel_set"]) == (500.0, 0.5, 1)
-    assert "rope=normal theta=500 scale=0.5 half" in cache.description["layout"]
-    for rope, error, message in (
-        ([Shape([2]), 1e4, 1.0, ""], ValueError, "a layer of a rope must be between 0 and 1"),
-        ([Shape([1]), -1.0, 1.0, ""], ValueError, "rope_theta and rope_scale must be positive"),
-        ([Shape([1]), 1e4, 1.0], TypeError, "argument 24 needs a rope"),
-        ([Shape([1]), 1e4, 1.0, "", "split_rotary"], TypeError, "argument 24 needs a rope"),
-        ([1, 1e4, 1.0, ""], TypeError, "argument 24 needs a rope"),
-        ([Shape([1]), 1e4, 1.0, "", 3, split], TypeError, "the name of a rope's kernel"),
-        ([Shape([1]), 1e4, 1.0, "", "other", split], ValueError, "unknown kernel 'other'"),
-        (None, TypeError, "argument 24 needs a rope"),
-    ):
-        with pytest.raises(error, match=message):
-            positional(1, [*head, "rope", rope])
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_errors():
 
 
 def test_layers_with_a_window_have_no_bounds():
-    """Layers with and without one may share kernels, in positional calls, so the layer decides."""
+    """Layers with and without one may share kernels, so the layer decides."""
     names = "page_bounds", "choose_pages", "attend_blocks"
     kernels = {name: lambda *_: pytest.fail("called") for name in names}
     cache = make_cache(kernels, layers=[LAYER | {"kind": "mha_sliding", "window": 6}])

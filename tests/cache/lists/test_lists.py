@@ -206,7 +206,7 @@ def test_layers_without_lists():
 
 
 def test_layers_with_a_window():
-    """Layers with and without one may share kernels, in positional calls, so the layer decides."""
+    """Layers with and without one may share kernels, so the layer decides."""
     kernels = {
         name: lambda *_: pytest.fail("called") for name in ("attend_listed", "attend_blocks")
     }

@@ -103,7 +103,13 @@ def stock_cuda_module(
 
 
 def create_positional(
-    config, kernels: dict, tag: str, device=None, *, kinds=None, layer_window: int | None = None
+    config,
+    kernels: dict,
+    tag: str | None,
+    device=None,
+    *,
+    kinds=None,
+    layer_window: int | None = None,
 ):
     """Create a cache through ``vm.builtin.paged_attention_kv_cache_create``.
 
@@ -111,7 +117,8 @@ def create_positional(
     ----------
     config : KVCacheConfig
     kernels : name -> function; of attention also a list of functions
-    tag : {"tirx", "pagedkv", "flashinfer"}
+    tag : {"tirx", "flashinfer", None}
+        Whose kernels of attention these are; None: those of this package.
     device : optional
         None: the CPU.
     kinds : sequence of int, optional
@@ -168,5 +175,7 @@ def create_positional(
     )
 
 
-def _tagged(tag: str, functions) -> list:
+def _tagged(tag: str | None, functions):
+    if tag is None:
+        return functions
     return [tag, *functions] if isinstance(functions, list) else [tag, functions]

@@ -13,51 +13,11 @@ namespace pagedkv {
 
 namespace {
 
-// clang-format off: one name a line
 constexpr const char* kNames[] = {
-    "transpose_append",
-    "transpose_append_mla",
-    "split_rotary",
-    "rope_append",
-    "append_prefill",
-    "prefill_ragged",
-    "prefill",
-    "decode",
-    "prefill_sliding",
-    "decode_sliding",
-    "prefill_ragged_sliding",
-    "prefill_spans",
-    "prefill_spans_sliding",
-    "prefill_shared",
-    "tree_paged",
-    "tree_paged_sliding",
-    "tree",
-    "tree_sliding",
-    "mla_prefill",
-    "mla_prefill_sliding",
-    "mla_prefill_shared",
-    "mla_tree",
-    "mla_tree_sliding",
-    "attend_listed",
-    "attend_blocks",
-    "page_bounds",
-    "choose_pages",
-    "index_top_k",
-    "index_top_blocks",
-    "merge",
-    "apply_sinks",
-    "copy_single_page",
-    "copy_pages",
-    "debug_get_kv",
-    "debug_get_kv_mla",
-    "compact_copy",
-    "recurrent_append",
-    "recurrent_scan",
-    "row_append",
-    "causal_conv",
+#define KERNEL(id, name) name,
+#include "config/kernel_names.inc"
+#undef KERNEL
 };
-// clang-format on
-static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(KernelName::kNumNames));
 
 std::string KnownNames() {
   std::string names;

@@ -11,6 +11,9 @@ from tvm.script import tirx as T
 
 import tir_kernels
 from tir_kernels.script import inline, prim_func, read_by_tvm
+from tir_kernels.signatures.attention import PREFILL_RAGGED_SLIDING
+from tir_kernels.signatures.inputs import RaggedInputs
+from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
@@ -137,6 +140,31 @@ def test_absent_arguments():
 
     assert len(assert_same(lambda: build(())).params) == 2
     assert len(assert_same(lambda: build(("window",))).params) == 1
+
+
+def test_arguments_of_a_signature():
+    """A kernel gets what its signature matches, which errors name as the signature does."""
+
+    def build(**fields):
+        @prim_func(arguments=PREFILL_RAGGED_SLIDING.of(KernelSpec(4, 2, 16, 8, **fields)))
+        def kernel(a: RaggedInputs):
+            T.func_attr({"s_tir": True})
+            for row in range(a.q.shape[0]):
+                a.lse[row, 0] = T.Select(row < a.window, a.k[row, 1, 15], a.o[row, 3, 7])
+            a.lse[0, 1] = T.cast(a.batch_size, "float32")
+            if a.sink_logits is not None:
+                a.lse[0, 2] = a.sink_logits[3]
+
+        return kernel
+
+    kernel = assert_same(build)
+    names = [parameter.name for parameter in kernel.params]
+    assert names == list(PREFILL_RAGGED_SLIDING.names[:-1])
+    assert 'kv_indptr: T.Buffer((num_starts,), "int32"' in kernel.script()
+    assert 'lse: T.Buffer((num_rows, 4), "float32"' in kernel.script()
+    assert len(assert_same(lambda: build(sink_logits=True)).params) == len(names) + 1
+    with pytest.raises(ValueError, match="some are no arguments"):
+        PREFILL_RAGGED_SLIDING.without("pages")
 
 
 def test_names_end_with_their_block():

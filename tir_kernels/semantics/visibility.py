@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from tvm.script import tirx as T
 
-from ..signatures.inputs import Lengths, RaggedInputs
+from ..signatures.arguments import Lengths
+from ..signatures.inputs import RaggedInputs
 from ..vectors import broadcast, ramp
 
 NO_LIMIT = (1 << 31) - 1

@@ -17,14 +17,15 @@ from ...layout import K_PLANE, V_PLANE, slot_offset, slot_page
 from ...script import inline
 from ...semantics.rotary_mode import has_rope
 from ...semantics.visibility import CausalMask
-from ...signatures.inputs import FusedInputs, Lengths
+from ...signatures.attention import APPEND_PREFILL
+from ...signatures.inputs import FusedInputs
 from ...spec import KernelSpec
 from ..isa import simd
 from ..isa.cos_sin import turn
 from ..isa.simd import F32, load, rounded, store, temp
 from ..rotation.inline_rope import NoRotation
 from ..worker import CosSin, RowCopy, RowRotation, Worker
-from .prefill import SPANS, TREE, paged
+from .prefill import paged
 
 
 class RotationTable(NoRotation):
@@ -96,7 +97,7 @@ def _append(spec, a, table):
         cos_sin = CosSin(worker)
         if table.fits:
             if table.is_rotated:
-                cos_sin.angles.fill(a.rope_position[row])
+                cos_sin.angles.fill(a.rope_positions[row])
                 table.keep(row, cos_sin.angles)
                 cos_sin.angles.reorder(worker.numbers)
         slot = a.slots[row]
@@ -128,9 +129,9 @@ def append_prefill(spec: KernelSpec):
         )
 
     def append(a: FusedInputs) -> FusedInputs:
+        a = replace(a, q=a.qkv)  # whose first heads are those of Q
         table = RotationTable(spec, a)
         _append(spec, a, table)
         return replace(a, mask=CausalMask(1), rope=table)
 
-    absent = {"q", "causal", "rotary_mode", "rope_scale", "rope_theta", "window"} | SPANS | TREE
-    return paged(spec, absent, lengths=Lengths.WINDOWS, has_singles=False, prepare=append)
+    return paged(spec, APPEND_PREFILL, has_singles=False, prepare=append)

@@ -16,15 +16,17 @@ from ...define import attributes
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, lengths_of, mask_of
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
-from ...signatures.inputs import (
-    AttentionInputs,
-    Elements,
-    FusedInputs,
-    Lengths,
-    PagedInputs,
-    RaggedInputs,
+from ...signatures.attention import (
+    PREFILL,
+    PREFILL_RAGGED,
+    PREFILL_RAGGED_SLIDING,
+    PREFILL_SLIDING,
+    PREFILL_SPANS,
+    PREFILL_SPANS_SLIDING,
+    PREFILL_WINDOWED,
 )
+from ...signatures.inputs import AttentionInputs, Elements, PagedInputs, RaggedInputs
+from ...signatures.signature import Signature
 from ...spec import KernelSpec
 from ..isa.conversion import require_half_conversion
 from ..isa.matrices.register_tile import ColumnTiles
@@ -185,9 +187,8 @@ def described(
 
 def paged(
     spec: KernelSpec,
-    absent: set[str],
+    signature: Signature,
     *,
-    lengths: Lengths = Lengths.LAST_PAGE,
     has_singles: bool = True,
     prepare: Callable[[PagedInputs], PagedInputs] = lambda a: a,
 ):
@@ -196,82 +197,23 @@ def paged(
     Parameters
     ----------
     spec : KernelSpec
-    absent : set of str
-        Arguments that the kernel does without.
-    lengths : Lengths
+    signature : Signature
     has_singles : bool
         Whether sequences of one row are attended to as in decode.
     prepare : callable
         Emits what comes before, and returns the inputs as `described` takes them.
     """
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    num_fused = num_heads + 2 * spec.num_kv_heads
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     ops = operands(spec, spec.kv_dtype)
     single_ops = single_row_operands(spec, ops) if has_singles else None
 
-    @prim_func(absent=absent | spec.without_sinks)
-    def prefill(
-        qkv: T.handle,
-        q: T.handle,
-        query_indptr: T.handle,
-        rope_position: T.handle,
-        slots: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        first_positions: T.handle,
-        query_positions: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        apply_rope: T.int64,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-        tree_order_indptr: T.handle,
-        tree_order: T.handle,
-        row_reach: T.handle,
-        window: T.int32,
-        sink_logits: T.handle,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def prefill(a: PagedInputs):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries, num_lengths, num_nodes = sizes(6)
-        num_q_heads = T.meta_var(num_heads if qkv is None else num_fused)
-        a = T.meta_var(
-            FusedInputs(
-                batch_size=batch_size,
-                q=match_rows(q if qkv is None else qkv, num_rows, num_q_heads, qk_dim),
-                query_indptr=match_int32(query_indptr, batch_size + 1),
-                rope_position=match_int32(rope_position, num_rows),
-                slots=match_int32(slots, num_rows),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                first_positions=match_int32(first_positions, batch_size),
-                query_positions=match_int32(query_positions, num_rows),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                causal=causal,
-                apply_rope=apply_rope,
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-                tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
-                tree_order=match_int32(tree_order, num_nodes, 2),
-                window=window,
-                sink_logits=match_float32(sink_logits, num_heads),
-                row_reach=match_int32(row_reach, num_rows),
-                length_form=lengths,
-            )
-        )
         ready = T.meta_var(described(spec, a, prepare))
-        num_positions = T.meta_var(T.cast(ready.page_indptr[batch_size], "int64") * spec.page_size)
+        num_positions = T.meta_var(
+            T.cast(ready.page_indptr[a.batch_size], "int64") * spec.page_size
+        )
         arrays = T.meta_var((ready.q, *arrays_of(ready.pages)))
         pairs = T.meta_var([b for b in arrays if str(b.dtype) == "bfloat16"])
         ops.begin(pairs)
@@ -282,59 +224,14 @@ def paged(
     return prefill
 
 
-def ragged(spec: KernelSpec, absent: set[str]):
-    """Build a kernel over ragged K and V; `absent` are arguments that it does without."""
+def ragged(spec: KernelSpec, signature: Signature):
+    """Build a kernel over ragged K and V."""
     require_half_conversion(spec, spec.dtype)
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows = row_matcher(spec)
     ops = operands(spec, spec.dtype)
 
-    @prim_func(absent=absent | spec.without_sinks)
-    def prefill_ragged(
-        q: T.handle,
-        query_indptr: T.handle,
-        k: T.handle,
-        v: T.handle,
-        kv_indptr: T.handle,
-        query_positions: T.handle,
-        first_positions: T.handle,
-        tree_order_indptr: T.handle,
-        tree_order: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-        window: T.int32,
-        sink_logits: T.handle,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def prefill_ragged(a: RaggedInputs):
         T.func_attr(attributes(spec))
-        num_starts, num_rows, num_columns, num_nodes = sizes(4)
-        a = T.meta_var(
-            RaggedInputs(
-                batch_size=num_starts - 1,
-                q=match_rows(q, num_rows, num_heads, qk_dim),
-                query_indptr=match_int32(query_indptr, num_starts),
-                k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
-                v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
-                kv_indptr=match_int32(kv_indptr, num_starts),
-                query_positions=match_int32(query_positions, num_rows),
-                first_positions=match_int32(first_positions, num_starts - 1),
-                tree_order_indptr=match_int32(tree_order_indptr, num_starts),
-                tree_order=match_int32(tree_order, num_nodes, 2),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                causal=causal,
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-                window=window,
-                sink_logits=match_float32(sink_logits, num_heads),
-            )
-        )
         ready = T.meta_var(described(spec, a))
         num_positions = T.meta_var(T.cast(ready.kv_indptr[ready.batch_size], "int64"))
         ops.begin([b for b in (ready.q, ready.k, ready.v) if str(b.dtype) == "bfloat16"])
@@ -343,19 +240,14 @@ def ragged(spec: KernelSpec, absent: set[str]):
     return prefill_ragged
 
 
-FUSED, SPANS = {"qkv", "rope_position", "slots", "apply_rope"}, {"row_reach"}
-TREE = {"tree_order_indptr", "tree_order"}
-
-
-def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, mask: type = CausalMask):
+def prefill(spec: KernelSpec, signature: Signature = PREFILL, mask: type = CausalMask):
     """Build `prefill`: causal, or not, for sequences that may have dropped positions.
 
     `mask` is a class of masks, made of the argument `causal`.
     """
     return paged(
         spec,
-        {"window"} | SPANS | FUSED | TREE,
-        lengths=lengths,
+        signature,
         has_singles=mask.sees is None,
         prepare=lambda a: replace(a, mask=mask(a.causal)),
     )
@@ -367,7 +259,7 @@ def prefill_windowed(spec: KernelSpec):
     A sequence holds the slots before the third and from the second number on, as
     `visibility.GappedSequence` describes. All rows of a step see what the first one does.
     """
-    return prefill(spec, Lengths.MATRIX)
+    return prefill(spec, PREFILL_WINDOWED)
 
 
 def prefill_sliding(spec: KernelSpec):
@@ -379,24 +271,24 @@ def prefill_sliding(spec: KernelSpec):
     begin anywhere in it: columns are counted from the first slot of the table, which is position
     ``first_positions[b]`` of the sequence.
     """
-    return paged(spec, SPANS | FUSED | TREE)
+    return paged(spec, PREFILL_SLIDING)
 
 
 def prefill_spans(spec: KernelSpec):
     """Build `prefill` of steps with spans that are attended to in both directions: `row_reach`."""
-    return paged(spec, {"window"} | FUSED | TREE, lengths=Lengths.WINDOWS)
+    return paged(spec, PREFILL_SPANS)
 
 
 def prefill_spans_sliding(spec: KernelSpec):
     """Build `prefill_spans` of layers with a window, as in `prefill_sliding`."""
-    return paged(spec, FUSED | TREE)
+    return paged(spec, PREFILL_SPANS_SLIDING)
 
 
 def prefill_ragged(spec: KernelSpec):
     """Build `prefill` over ragged K and V."""
-    return ragged(spec, {"window"} | TREE)
+    return ragged(spec, PREFILL_RAGGED)
 
 
 def prefill_ragged_sliding(spec: KernelSpec):
     """Build `prefill_ragged` of layers with a window, as in `prefill_sliding`."""
-    return ragged(spec, TREE)
+    return ragged(spec, PREFILL_RAGGED_SLIDING)

@@ -15,10 +15,12 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...semantics.visibility import WindowMask
-from ...signatures.inputs import Elements, Lengths, PagedInputs
+from ...signatures.arguments import Lengths
+from ...signatures.attention import PREFILL_WINDOWED
+from ...signatures.inputs import Elements, PagedInputs
 from ...spec import KernelSpec
 from .decode import decode
-from .prefill import FUSED, SPANS, TREE, paged
+from .prefill import paged
 
 
 class _StockWindowMask(WindowMask):
@@ -89,7 +91,6 @@ def prefill_sliding(spec: KernelSpec, window: int):
 
     return paged(
         spec,
-        {"window"} | SPANS | FUSED | TREE,
-        lengths=Lengths.MATRIX,
+        PREFILL_WINDOWED,
         prepare=lambda a: _described(a, a.causal, window),
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of token trees, over pages or ragged arrays: prefill with the mask of a tree."""
 
+from ...signatures.attention import TREE, TREE_PAGED, TREE_PAGED_SLIDING, TREE_SLIDING
 from ...spec import KernelSpec
-from .prefill import FUSED, SPANS, paged, ragged
+from .prefill import paged, ragged
 
 
 def tree_paged(spec: KernelSpec):
@@ -17,7 +18,7 @@ def tree_paged(spec: KernelSpec):
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
     columns before the tree; query_positions should say the same of the rows.
     """
-    return paged(spec, {"causal", "window"} | SPANS | FUSED)
+    return paged(spec, TREE_PAGED)
 
 
 def tree_paged_sliding(spec: KernelSpec):
@@ -28,7 +29,7 @@ def tree_paged_sliding(spec: KernelSpec):
     are those of RoPE, whatever the rotary_mode: query_positions of the rows; first_positions plus
     the column before the tree; and of a node its depth more than there are columns before the tree.
     """
-    return paged(spec, {"causal"} | SPANS | FUSED)
+    return paged(spec, TREE_PAGED_SLIDING)
 
 
 def tree(spec: KernelSpec):
@@ -39,9 +40,9 @@ def tree(spec: KernelSpec):
     ancestors among them. K of a column is rotated by the position that query_positions gives the
     first row, plus the difference of their depths.
     """
-    return ragged(spec, {"causal", "window", "first_positions"})
+    return ragged(spec, TREE)
 
 
 def tree_sliding(spec: KernelSpec):
     """Build `tree` of layers with a window, as in `tree_paged_sliding`."""
-    return ragged(spec, {"causal", "first_positions"})
+    return ragged(spec, TREE_SLIDING)

@@ -15,8 +15,9 @@ from ...define import attributes
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, WindowMask, lengths_of
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
-from ...signatures.inputs import Lengths, PagedInputs
+from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
+from ...signatures.inputs import PagedInputs
+from ...signatures.signature import Signature
 from ...spec import KernelSpec
 from ..isa.conversion import require_half_conversion
 from ..isa.simd import import_llvm, index_temp
@@ -104,8 +105,13 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
                 output.clear(schedule.row_of(sequence), first + head)
 
 
-def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: bool = False):
-    """Build `decode`, or with `has_window` `decode_sliding`.
+def decode(spec: KernelSpec, signature: Signature = DECODE):
+    """Build `decode`, or another kernel of its kind that `signature` belongs to.
+
+    With `window` a row sees the last `window` positions of its pages, or those of its chunk of
+    ``-window`` positions. They may begin anywhere in the sequence: columns are counted from the
+    first slot of the table, which is position ``first_positions[b]``. The cost scales with
+    the window, but work is balanced among threads only if the page table has few pages before it.
 
     Returns
     -------
@@ -118,62 +124,14 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
         For float16 on a target that cannot convert it.
     """
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     ops = single_row_operands(spec)
 
-    absent = spec.without_sinks | (set() if has_window else {"window"})
-
-    @prim_func(absent=absent)
-    def decode(
-        q: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        first_positions: T.handle,
-        query_positions: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-        window: T.int32,
-        sink_logits: T.handle,
-    ):
-        """Attention of one query row per sequence over its pages; `signatures.inputs` has the rest.
-
-        With `window` a row sees the last `window` positions of its pages, or those of its chunk of
-        ``-window`` positions. They may begin anywhere in the sequence: columns are counted from the
-        first slot of the table, which is position ``first_positions[b]``. The cost scales with
-        the window, but work is balanced among threads only if the page table has few pages before
-        it.
-        """
+    @prim_func(arguments=signature.of(spec))
+    def decode(matched: PagedInputs):
         T.func_attr(attributes(spec))
-        batch_size, num_pages, num_entries, num_lengths = sizes(4)
-        matched = T.meta_var(
-            PagedInputs(
-                batch_size=batch_size,
-                q=match_rows(q, batch_size, num_heads, qk_dim),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                first_positions=match_int32(first_positions, batch_size),
-                query_positions=match_int32(query_positions, batch_size),
-                o=match_rows(o, batch_size, num_heads, v_dim),
-                lse=match_float32(lse, batch_size, num_heads),
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-                window=window,
-                sink_logits=match_float32(sink_logits, num_heads),
-                length_form=lengths,
-            )
+        mask = T.meta_var(
+            CausalMask(1) if matched.window is None else WindowMask(1, matched.window)
         )
-        mask = T.meta_var(CausalMask(1) if window is None else WindowMask(1, window))
         lens = T.meta_var(lengths_of(spec, matched, index_temp))
         a = T.meta_var(
             replace(matched, pages=view_pages(matched.pages, spec), lengths=lens, mask=mask)
@@ -185,9 +143,9 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
 
 def decode_windowed(spec: KernelSpec):
     """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
-    return decode(spec, Lengths.MATRIX)
+    return decode(spec, DECODE_WINDOWED)
 
 
 def decode_sliding(spec: KernelSpec):
     """Build `decode` of layers with a window, which is one more argument."""
-    return decode(spec, Lengths.LAST_PAGE, has_window=True)
+    return decode(spec, DECODE_SLIDING)

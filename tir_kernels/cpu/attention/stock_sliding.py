@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from ...semantics.visibility import WindowMask
 from ...signatures.arguments import Lengths
-from ...signatures.attention import PREFILL_WINDOWED
+from ...signatures.attention import DECODE_WINDOWED, PREFILL_WINDOWED
 from ...signatures.inputs import Elements, PagedInputs
 from ...spec import KernelSpec
 from .decode import decode
@@ -78,7 +78,7 @@ def decode_sliding(spec: KernelSpec, window: int):
     Its arguments are those of `decode`, but length_info, which is ``[3, B]``.
     """
     _check_window(window)
-    return decode(spec, Lengths.MATRIX)
+    return decode(spec, DECODE_WINDOWED)
 
 
 def prefill_sliding(spec: KernelSpec, window: int):

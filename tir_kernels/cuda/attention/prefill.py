@@ -5,7 +5,7 @@ The algorithm is that of `query_tiles`, and `signatures.inputs` describes the ar
 without some of them are the same source.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from tvm.script import tirx as T
 
@@ -13,8 +13,25 @@ from ...define import attributes
 from ...script import prim_func
 from ...semantics.rotary_mode import require_own_rotation
 from ...semantics.visibility import CausalMask, lengths_of, mask_of
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
-from ...signatures.inputs import AttentionInputs, Lengths, PagedInputs, RaggedInputs
+from ...signatures.attention import (
+    MLA_PREFILL,
+    MLA_PREFILL_SLIDING,
+    MLA_TREE,
+    MLA_TREE_SLIDING,
+    PREFILL,
+    PREFILL_RAGGED,
+    PREFILL_RAGGED_SLIDING,
+    PREFILL_SLIDING,
+    PREFILL_SPANS,
+    PREFILL_SPANS_SLIDING,
+    PREFILL_WINDOWED,
+    TREE,
+    TREE_PAGED,
+    TREE_PAGED_SLIDING,
+    TREE_SLIDING,
+)
+from ...signatures.inputs import AttentionInputs, PagedInputs, RaggedInputs
+from ...signatures.signature import Signature
 from ...spec import KernelSpec
 from ..components.kv_rows import RaggedRows, paged_rows, with_page_views
 from ..components.tile_work import BalancedWork, FixedWork
@@ -24,10 +41,6 @@ from ..tiles.tiling import MAX_ROWS, MOST_ROWS, Tiling
 from .query_tiles import Batch, attend_with_one
 
 TREE_ROWS = 64  # of a block: trees have few nodes, and their masks take registers
-
-_TREE = ("tree_order_indptr", "tree_order")
-_POSITIONS = ("first_positions", "query_positions")
-_ROTATION = ("rotary_mode", "rope_scale", "rope_theta")
 
 
 def visible_columns(a: AttentionInputs) -> CausalMask:
@@ -70,69 +83,15 @@ def batch_of_pages(spec: KernelSpec, a: PagedInputs) -> Batch:
 
 
 def over_pages(
-    spec: KernelSpec,
-    absent: Sequence[str],
-    lengths: Lengths = Lengths.LAST_PAGE,
-    max_rows: int = MAX_ROWS,
-    mask: type | None = None,
+    spec: KernelSpec, signature: Signature, max_rows: int = MAX_ROWS, mask: type | None = None
 ):
     """Build a kernel whose K and V lie in pages; a `mask` is made of the argument `causal`."""
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     tilings = Tiling.choices(spec, spec.kv_dtype, max_rows)
 
-    @prim_func(absent=spec.without_sinks.union(absent))
-    def prefill(
-        q: T.handle,
-        query_indptr: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        first_positions: T.handle,
-        query_positions: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-        tree_order_indptr: T.handle,
-        tree_order: T.handle,
-        row_reach: T.handle,
-        window: T.int32,
-        sink_logits: T.handle,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def prefill(matched: PagedInputs):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries, num_lengths, num_nodes = sizes(6)
-        a = T.meta_var(
-            PagedInputs(
-                batch_size=batch_size,
-                q=match_rows(q, num_rows, num_heads, qk_dim),
-                query_indptr=match_int32(query_indptr, batch_size + 1),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                first_positions=match_int32(first_positions, batch_size),
-                query_positions=match_int32(query_positions, num_rows),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                causal=causal,
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-                tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
-                tree_order=match_int32(tree_order, num_nodes, 2),
-                window=window,
-                sink_logits=match_float32(sink_logits, num_heads),
-                row_reach=match_int32(row_reach, num_rows),
-                length_form=lengths,
-                mask=None if mask is None else mask(causal),
-            )
-        )
+        a = T.meta_var(matched if mask is None else replace(matched, mask=mask(matched.causal)))
         views = T.meta_var(with_page_views(spec, a))
         attend_with_one(tilings, spec, views, batch_of_pages(spec, views))
 
@@ -159,74 +118,29 @@ def batch_of_ragged(spec: KernelSpec, a: RaggedInputs) -> Batch:
     )
 
 
-def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROWS):
+def over_ragged(spec: KernelSpec, signature: Signature, max_rows: int = MAX_ROWS):
     """Build a kernel whose K and V are ragged arrays."""
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows = row_matcher(spec)
     tilings = Tiling.choices(spec, spec.dtype, max_rows)
 
-    @prim_func(absent=spec.without_sinks.union(absent))
-    def prefill_ragged(
-        q: T.handle,
-        query_indptr: T.handle,
-        k: T.handle,
-        v: T.handle,
-        kv_indptr: T.handle,
-        query_positions: T.handle,
-        first_positions: T.handle,
-        tree_order_indptr: T.handle,
-        tree_order: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-        window: T.int32,
-        sink_logits: T.handle,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def prefill_ragged(a: RaggedInputs):
         T.func_attr(attributes(spec))
-        num_starts, num_rows, num_columns, num_nodes = sizes(4)
-        a = T.meta_var(
-            RaggedInputs(
-                batch_size=num_starts - 1,
-                q=match_rows(q, num_rows, num_heads, qk_dim),
-                query_indptr=match_int32(query_indptr, num_starts),
-                k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
-                v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
-                kv_indptr=match_int32(kv_indptr, num_starts),
-                query_positions=match_int32(query_positions, num_rows),
-                first_positions=match_int32(first_positions, num_starts - 1),
-                tree_order_indptr=match_int32(tree_order_indptr, num_starts),
-                tree_order=match_int32(tree_order, num_nodes, 2),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                causal=causal,
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-                window=window,
-                sink_logits=match_float32(sink_logits, num_heads),
-            )
-        )
         attend_with_one(tilings, spec, a, batch_of_ragged(spec, a))
 
     return prefill_ragged
 
 
-def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, mask: type = CausalMask):
+def prefill(spec: KernelSpec, signature: Signature = PREFILL, mask: type = CausalMask):
     """Attention of several query rows per sequence over its pages.
 
     `mask` is a class of masks, made of the argument `causal`.
     """
-    return over_pages(spec, (*_TREE, "window", "row_reach"), lengths, MOST_ROWS, mask)
+    return over_pages(spec, signature, MOST_ROWS, mask)
 
 
 def prefill_windowed(spec: KernelSpec):
     """Build `prefill` with ``length_info [3, B]``, as the stock cache passes it for windows."""
-    return prefill(spec, Lengths.MATRIX)
+    return prefill(spec, PREFILL_WINDOWED)
 
 
 def prefill_sliding(spec: KernelSpec):
@@ -235,27 +149,27 @@ def prefill_sliding(spec: KernelSpec):
     With a negative `window` it sees its chunk of ``-window`` positions, up to its own. The rows of
     a sequence are the last positions of its pages, or follow them where `causal` is 0.
     """
-    return over_pages(spec, (*_TREE, "row_reach"))
+    return over_pages(spec, PREFILL_SLIDING)
 
 
 def prefill_spans(spec: KernelSpec):
     """Build `prefill` of steps with spans that are attended to in both directions: `row_reach`."""
-    return over_pages(spec, (*_TREE, "window"), Lengths.WINDOWS, MOST_ROWS)
+    return over_pages(spec, PREFILL_SPANS, MOST_ROWS)
 
 
 def prefill_spans_sliding(spec: KernelSpec):
     """Build `prefill_spans` of layers with a window, as in `prefill_sliding`."""
-    return over_pages(spec, _TREE)
+    return over_pages(spec, PREFILL_SPANS_SLIDING)
 
 
 def prefill_ragged(spec: KernelSpec):
     """Attention of several query rows per sequence over ragged K and V."""
-    return over_ragged(spec, (*_TREE, "window"))
+    return over_ragged(spec, PREFILL_RAGGED)
 
 
 def prefill_ragged_sliding(spec: KernelSpec):
     """`prefill_ragged` of layers with a window, as in `prefill_sliding`."""
-    return over_ragged(spec, _TREE)
+    return over_ragged(spec, PREFILL_RAGGED_SLIDING)
 
 
 def tree_paged(spec: KernelSpec):
@@ -270,7 +184,7 @@ def tree_paged(spec: KernelSpec):
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
     columns before the tree; query_positions should say the same of the rows.
     """
-    return over_pages(spec, ("causal", "window", "row_reach"), max_rows=TREE_ROWS)
+    return over_pages(spec, TREE_PAGED, TREE_ROWS)
 
 
 def tree_paged_sliding(spec: KernelSpec):
@@ -281,7 +195,7 @@ def tree_paged_sliding(spec: KernelSpec):
     are those of RoPE, whatever the rotary_mode: query_positions of the rows; first_positions plus
     the column before the tree; and of a node its depth more than there are columns before the tree.
     """
-    return over_pages(spec, ("causal", "row_reach"), max_rows=TREE_ROWS)
+    return over_pages(spec, TREE_PAGED_SLIDING, TREE_ROWS)
 
 
 def tree(spec: KernelSpec):
@@ -292,12 +206,12 @@ def tree(spec: KernelSpec):
     ancestors among them. K of a column is rotated by the position that query_positions gives the
     first row, plus the difference of their depths.
     """
-    return over_ragged(spec, ("first_positions", "causal", "window"), TREE_ROWS)
+    return over_ragged(spec, TREE, TREE_ROWS)
 
 
 def tree_sliding(spec: KernelSpec):
     """`tree` of layers with a window, as in `tree_paged_sliding`."""
-    return over_ragged(spec, ("first_positions", "causal"), TREE_ROWS)
+    return over_ragged(spec, TREE_SLIDING, TREE_ROWS)
 
 
 def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
@@ -306,20 +220,19 @@ def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     A latent row is K, and its first columns are V, so a tile of it is copied once and multiplied
     twice. All query heads are rows of a tile. `mask` is a class of masks, made of `causal`.
     """
-    return over_pages(spec, (*_POSITIONS, *_ROTATION, *_TREE, "window", "row_reach"), mask=mask)
+    return over_pages(spec, MLA_PREFILL, mask=mask)
 
 
 def mla_prefill_sliding(spec: KernelSpec):
     """`mla_prefill` of layers with a window; rows see what they see in `prefill_sliding`."""
-    return over_pages(spec, (*_POSITIONS, *_ROTATION, *_TREE, "row_reach"))
+    return over_pages(spec, MLA_PREFILL_SLIDING)
 
 
 def mla_tree(spec: KernelSpec):
     """Absorbed attention of new tree nodes; rows see what they see in `tree_paged`."""
-    absent = *_POSITIONS, *_ROTATION, "causal", "window", "row_reach"
-    return over_pages(spec, absent, max_rows=TREE_ROWS)
+    return over_pages(spec, MLA_TREE, TREE_ROWS)
 
 
 def mla_tree_sliding(spec: KernelSpec):
     """`mla_tree` of layers with a window; rows see what they see in `tree_paged_sliding`."""
-    return over_pages(spec, (*_ROTATION, "causal", "row_reach"), max_rows=TREE_ROWS)
+    return over_pages(spec, MLA_TREE_SLIDING, TREE_ROWS)

@@ -17,8 +17,9 @@ from ...define import attributes
 from ...script import inline, prim_func
 from ...semantics.rotary_mode import has_rope, require_own_rotation
 from ...semantics.visibility import lengths_of
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
-from ...signatures.inputs import Lengths, PagedInputs
+from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
+from ...signatures.inputs import PagedInputs
+from ...signatures.signature import Signature
 from ...spec import LOG2E, KernelSpec
 from ..components.code_pipeline import kv_pipeline
 from ..components.group_states import GroupStates
@@ -54,58 +55,19 @@ MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions le
 MAX_PACKED_COLUMNS = 128  # of V with codes of 4 bits: 256 spilled 148 bytes
 
 
-def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window",)):
-    """Build the kernel `decode`; `signatures.inputs` has the arguments.
+def decode(spec: KernelSpec, signature: Signature = DECODE):
+    """Build `decode`, or another kernel of its kind that `signature` belongs to.
 
     With a `window` a row sees the last positions of its pages, or those of its chunk. The cost
     scales with the window, but work is balanced among blocks only if the page table has few pages
     before it.
     """
-    num_heads, group_size, v_dim = spec.num_qo_heads, spec.group_size, spec.v_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    group_size, v_dim = spec.group_size, spec.v_head_dim
     (*roomy, tiling), code_tiling = DecodeTiling.choices(spec), code_tiling_of(spec)
 
-    @prim_func(absent=spec.without_sinks.union(absent))
-    def decode(
-        q: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        first_positions: T.handle,
-        query_positions: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-        window: T.int32,
-        sink_logits: T.handle,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def decode(arguments: PagedInputs):
         T.func_attr(attributes(spec))
-        batch_size, num_pages, num_entries, num_lengths = sizes(4)
-        arguments = T.meta_var(
-            PagedInputs(
-                batch_size=batch_size,
-                q=match_rows(q, batch_size, num_heads, spec.qk_head_dim),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
-                first_positions=match_int32(first_positions, batch_size),
-                query_positions=match_int32(query_positions, batch_size),
-                o=match_rows(o, batch_size, num_heads, v_dim),
-                lse=match_float32(lse, batch_size, num_heads),
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-                window=window,
-                sink_logits=match_float32(sink_logits, num_heads),
-                length_form=lengths,
-            )
-        )
         require_own_rotation(spec, arguments)
         a = T.meta_var(with_page_views(spec, arguments))
         lengths_of_pages = T.meta_var(lengths_of(spec, a, index_temp))
@@ -233,7 +195,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                     index_of = T.meta_var(lambda i: (states.slot(block + i, i > 0), row))
                     output = T.meta_var((work.sequence, work.head * group_size + row))
                     states.merge(a, index_of, work.num_splits(block), output, lane)
-                for turn in T.serial(T.ceildiv(batch_size - block, states.num_blocks)):
+                for turn in T.serial(T.ceildiv(a.batch_size - block, states.num_blocks)):
                     sequence = turn * states.num_blocks + block
                     if a.page_indptr[sequence + 1] == a.page_indptr[sequence]:
                         for kv_head in T.serial(spec.num_kv_heads):
@@ -244,7 +206,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
             num_slices = T.meta_var(tiling.row_slices * tiling.slices)
             blocks = T.meta_var(resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices))
             states = BlockStates(spec, blocks)
-            split = T.meta_var((spec, a.page_indptr, batch_size, blocks, tiling.block_positions))
+            split = T.meta_var((spec, a.page_indptr, a.batch_size, blocks, tiling.block_positions))
             with states.allocated():
                 grid, size = T.meta_var([blocks, num_slices]), T.meta_var(tiling.block_size)
                 with launch(grid, *size, waits=False) as ((block, slice_id), thread):
@@ -274,12 +236,12 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
 
 def decode_windowed(spec: KernelSpec):
     """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
-    return decode(spec, Lengths.MATRIX)
+    return decode(spec, DECODE_WINDOWED)
 
 
 def decode_sliding(spec: KernelSpec):
     """Build `decode` for layers with a `window`."""
-    return decode(spec, Lengths.LAST_PAGE, absent=())
+    return decode(spec, DECODE_SLIDING)
 
 
 @inline

@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arguments of attention kernels are (`inputs`), and how arrays are matched (`arrays`)."""
+"""What kernels are called with.
+
+`inputs` declares the arguments, `attention`, `moves` and `sparse` say which kernel takes which of
+them, and `signature` matches them.
+"""

@@ -22,6 +22,7 @@ _LAST = "window", "sink_logits"
 DECODE_SLIDING = Signature(
     PagedInputs,
     ("q", *_PAGES, "length_info", *_POSITIONS, *_OUTPUT, *_ROTATION, "sm_scale", *_LAST),
+    Lengths.LAST_PAGE,
     has_one_row=True,
 )
 DECODE = DECODE_SLIDING.without("window", lengths=Lengths.WINDOWS)
@@ -30,13 +31,17 @@ DECODE_WINDOWED = DECODE_SLIDING.without("window", lengths=Lengths.MATRIX)
 # Any number of rows for each sequence, over pages.
 _OF_ROWS = "q", "query_indptr", *_PAGES, "length_info", *_POSITIONS, *_OUTPUT
 PREFILL_SPANS_SLIDING = Signature(
-    PagedInputs, (*_OF_ROWS, "causal", *_ROTATION, "sm_scale", "row_reach", *_LAST)
+    PagedInputs,
+    (*_OF_ROWS, "causal", *_ROTATION, "sm_scale", "row_reach", *_LAST),
+    Lengths.LAST_PAGE,
 )
 PREFILL_SPANS = PREFILL_SPANS_SLIDING.without("window", lengths=Lengths.WINDOWS)
 PREFILL_SLIDING = PREFILL_SPANS_SLIDING.without("row_reach")
 PREFILL = PREFILL_SLIDING.without("window", lengths=Lengths.WINDOWS)
 PREFILL_WINDOWED = PREFILL_SLIDING.without("window", lengths=Lengths.MATRIX)
-TREE_PAGED_SLIDING = Signature(PagedInputs, (*_OF_ROWS, *_ROTATION, "sm_scale", *_TREE, *_LAST))
+TREE_PAGED_SLIDING = Signature(
+    PagedInputs, (*_OF_ROWS, *_ROTATION, "sm_scale", *_TREE, *_LAST), Lengths.LAST_PAGE
+)
 TREE_PAGED = TREE_PAGED_SLIDING.without("window")
 
 # The latent rows of MLA, which models rotate themselves.

@@ -15,8 +15,8 @@ from ...define import attributes
 from ...index_spec import IndexSpec
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
-from ...signatures.inputs import PagedInputs
+from ...signatures.inputs import IndexInputs
+from ...signatures.sparse import INDEX_TOP_K
 from ...spec import KernelSpec
 from ..isa.conversion import require_half_conversion
 from ..isa.matrices.register_tile import round_up
@@ -134,58 +134,29 @@ def index_top_k(spec: IndexSpec):
     """Build the kernel `index_top_k`: rows choose the positions whose scores are largest.
 
     The score of a position is the sum over the heads of ``weight * max(0, scale * (q . key))``, in
-    float32. Arguments are those of `signatures.inputs`, `weights`, float32 ``[T, num_heads]``, and
-    `positions`, int32 ``[T, k]``, written: up to k positions of those that a row sees, in order,
-    then -1. Of equal scores the first positions are chosen.
+    float32. `positions` are written: up to W positions of those that a row sees, in order, then -1.
+    Of equal scores the first positions are chosen.
     """
-    rows, num_heads = spec.products, spec.num_heads
+    rows = spec.products
     require_half_conversion(rows, rows.dtype, rows.kv_dtype)
-    match_rows, match_pages = row_matcher(rows), page_matcher(spec.rows)
     ops = operands(rows, rows.kv_dtype)
     max_tokens = tile_tokens(rows)
 
-    @prim_func
-    def index_top_k(
-        q: T.handle,
-        query_indptr: T.handle,
-        weights: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        positions: T.handle,
-        sm_scale: T.float32,
-    ):
+    @prim_func(arguments=INDEX_TOP_K.of(rows, pages=spec.rows))
+    def index_top_k(matched: IndexInputs):
         T.func_attr(attributes(rows))
-        batch_size, num_rows, num_pages, num_entries, k = sizes(5)
-        matched = T.meta_var(
-            PagedInputs(
-                batch_size=batch_size,
-                q=match_rows(q, num_rows, num_heads, spec.dim),
-                query_indptr=match_int32(query_indptr, batch_size + 1),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, batch_size),
-                o=None,
-                lse=None,
-                sm_scale=sm_scale,
-            )
-        )
-        head_weights = match_float32(weights, num_rows, num_heads)
-        chosen = match_int32(positions, num_rows, k)
         a = T.meta_var(replace(matched, pages=view_pages(matched.pages, spec.rows)))
         longest = T.int32(1)
-        for b in range(batch_size):
+        for b in range(a.batch_size):
             longest = T.max(longest, (a.page_indptr[b + 1] - a.page_indptr[b]) * spec.page_size)
         most_tasks = num_threads()
-        lists = TopKLists(most_tasks * max_tokens, k, longest)
+        lists = TopKLists(most_tasks * max_tokens, a.positions.shape[1], longest)
         lists.begin()
         tile = TokenTile(rows, a)
-        make_sink = T.meta_var(lambda: WeightedScores(rows, ops.lanes, head_weights, lists))
+        make_sink = T.meta_var(lambda: WeightedScores(rows, ops.lanes, a.weights, lists))
         ops.begin([x for x in (a.q, *arrays_of(a.pages)) if str(x.dtype) == "bfloat16"])
         with ops.scope(), import_llvm(llvm_helpers(ops.lanes)):
-            for b in range(batch_size):
+            for b in range(a.batch_size):
                 tile.begin_sequence(b)
                 for i in range(tile.count):
                     tile.begin(b, i)
@@ -193,7 +164,7 @@ def index_top_k(spec: IndexSpec):
                     most = T.meta_var(T.min(most_tasks, num_blocks))
                     num_tasks = T.if_then_else(tile.is_large, most, 1)
                     score_tile(rows, a, ops, tile, num_tasks, POSITIONS, make_sink)
-                    choose(tile, lists, num_tasks, ops.lanes, chosen, max_tokens)
+                    choose(tile, lists, num_tasks, ops.lanes, a.positions, max_tokens)
         lists.free()
 
     return index_top_k

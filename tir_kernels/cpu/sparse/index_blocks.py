@@ -13,8 +13,8 @@ from ...define import attributes
 from ...index_spec import IndexSpec
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
-from ...signatures.arrays import match_int32, page_matcher, row_matcher, sizes
-from ...signatures.inputs import PagedInputs
+from ...signatures.inputs import IndexInputs
+from ...signatures.sparse import INDEX_TOP_BLOCKS
 from ...spec import KernelSpec
 from ..isa.conversion import require_half_conversion
 from ..isa.matrices.register_tile import round_up
@@ -149,63 +149,37 @@ def index_top_blocks(spec: IndexSpec):
     """Build the kernel `index_top_blocks`: heads choose the blocks whose scores are largest.
 
     The score of a block is the largest product of Q with a key of a position that the row sees, in
-    float32. Arguments are those of `signatures.inputs`, and `blocks`, int32 ``[T, num_heads, k]``,
-    written: up to k blocks of those that a row sees, in order, then -1. Of equal scores the first
-    blocks are chosen. `block_size` is a multiple of the page size. The first `init_blocks` and the
-    last `local_blocks` blocks that a row sees, no more than k, are always among its choice.
+    float32. `blocks` are written: up to W blocks of those that a row sees, in order, then -1. Of
+    equal scores the first blocks are chosen. `block_size` is a multiple of the page size. The first
+    `init_blocks` and the last `local_blocks` blocks that a row sees, no more than W, are always
+    among its choice.
     """
-    rows, num_heads = spec.products, spec.num_heads
+    rows = spec.products
     require_half_conversion(rows, rows.dtype, rows.kv_dtype)
-    match_rows, match_pages = row_matcher(rows), page_matcher(spec.rows)
     ops = operands(rows, rows.kv_dtype)
 
-    @prim_func
-    def index_top_blocks(
-        q: T.handle,
-        query_indptr: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        blocks: T.handle,
-        block_size: T.int32,
-        init_blocks: T.int32,
-        local_blocks: T.int32,
-    ):
+    @prim_func(arguments=INDEX_TOP_BLOCKS.of(rows, pages=spec.rows))
+    def index_top_blocks(matched: IndexInputs):
         T.func_attr(attributes(rows))
-        batch_size, num_rows, num_pages, num_entries, k = sizes(5)
-        matched = T.meta_var(
-            PagedInputs(
-                batch_size=batch_size,
-                q=match_rows(q, num_rows, num_heads, spec.dim),
-                query_indptr=match_int32(query_indptr, batch_size + 1),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, batch_size),
-                o=None,
-                lse=None,
-                sm_scale=T.float32(1),
-            )
-        )
-        chosen = match_int32(blocks, num_rows, num_heads, k)
-        a = T.meta_var(replace(matched, pages=view_pages(matched.pages, spec.rows)))
+        pages = T.meta_var(view_pages(matched.pages, spec.rows))
+        a = T.meta_var(replace(matched, pages=pages, sm_scale=T.float32(1)))
+        block_size = T.meta_var(a.block_size)
         most_blocks = T.int32(1)
-        for b in range(batch_size):
+        for b in range(a.batch_size):
             num_held = a.page_indptr[b + 1] - a.page_indptr[b]
             most_blocks = T.max(most_blocks, (num_held * spec.page_size - 1) // block_size + 1)
         most_tasks = num_threads()
         scores = T.meta_var(
             Workspace(most_blocks, (padded_rows(rows, ops.lanes),), "int32", "scores of blocks")
         )
-        lists = TopKLists(most_tasks, k, most_blocks)
+        lists = TopKLists(most_tasks, a.blocks.shape[2], most_blocks)
         lists.begin()
         tile = TokenTile(rows, a)
         make_sink = T.meta_var(lambda: PooledScores(rows, ops.lanes, scores.buffer, block_size))
-        kept = T.meta_var((block_size, init_blocks, local_blocks))
+        kept = T.meta_var((block_size, a.init_blocks, a.local_blocks))
         ops.begin([x for x in (a.q, *arrays_of(a.pages)) if str(x.dtype) == "bfloat16"])
         with ops.scope(), import_llvm(llvm_helpers(ops.lanes)):
-            for b in range(batch_size):
+            for b in range(a.batch_size):
                 tile.begin_sequence(b)
                 for i in range(tile.count):
                     tile.begin(b, i)
@@ -216,7 +190,7 @@ def index_top_blocks(spec: IndexSpec):
                     num_choosing = T.if_then_else(
                         tile.is_large, T.min(most_tasks, tile.num_rows), 1
                     )
-                    choose(tile, scores.buffer, lists, num_choosing, ops.lanes, chosen, kept)
+                    choose(tile, scores.buffer, lists, num_choosing, ops.lanes, a.blocks, kept)
         lists.free()
         scores.free()
 

@@ -15,8 +15,8 @@ from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, WholeSequence
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
-from ...signatures.inputs import Elements, PagedInputs
+from ...signatures.inputs import Elements, ListedInputs, PagedInputs
+from ...signatures.sparse import ATTEND_BLOCKS, ATTEND_LISTED
 from ...spec import KernelSpec
 from ..attention import decode, split_tiles
 from ..isa.conversion import require_half_conversion
@@ -104,10 +104,9 @@ class ListTiles:
 def attend_listed(spec: KernelSpec):
     """Build the kernel `attend_listed`: rows attend to the positions that they list.
 
-    Arguments are those of `signatures.inputs`, and `positions`, int32 ``[T, width]``: columns of
-    the row's sequence. A row sees none behind its own, so such positions and negative ones are
-    left out. One that is listed twice counts twice. The pages hold the rows of the call already,
-    and K as it was appended is not rotated again.
+    `positions` are columns of the row's sequence. A row sees none behind its own, so such positions
+    and negative ones are left out. One that is listed twice counts twice. The pages hold the rows
+    of the call already, and K as it was appended is not rotated again.
     """
     return _attention_to_lists(spec, by_blocks=False)
 
@@ -115,9 +114,8 @@ def attend_listed(spec: KernelSpec):
 def attend_blocks(spec: KernelSpec):
     """Build the kernel `attend_blocks`: rows attend to the blocks of positions that they list.
 
-    Arguments are those of `attend_listed`, but in place of `positions`, `blocks`, int32
-    ``[T, lists, width]``: each list is for ``num_kv_heads // lists`` KV heads. Block ``i`` has the
-    positions from ``i * block_size`` on; `block_size`, int32, is a multiple of the page size. Of
+    Each of the C lists of a row is for ``num_kv_heads // C`` KV heads. Block ``i`` has the
+    positions from ``i * block_size`` on; `block_size` is a multiple of the page size. Of
     its own block a row sees the positions up to its own. Blocks behind it and negative ones are
     left out; one that is listed twice counts twice, but for the row's own.
     """
@@ -128,61 +126,23 @@ def _attention_to_lists(spec: KernelSpec, by_blocks: bool):
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
     if spec.alibi_slopes is not None:
         raise ValueError("attention to lists has no ALiBi")
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     is_latent = spec.is_latent
     ops = operands(spec, spec.kv_dtype) if is_latent else single_row_operands(spec)
     has_hadamard = spec.codec is not None and spec.codec.has_hadamard
-    absent = {"positions"} if by_blocks else {"blocks", "block_size"}
+    signature = ATTEND_BLOCKS if by_blocks else ATTEND_LISTED
 
-    @prim_func(absent=spec.without_sinks | absent)
-    def attend_listed(
-        q: T.handle,
-        query_indptr: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        positions: T.handle,
-        blocks: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        sm_scale: T.float32,
-        block_size: T.int32,
-        sink_logits: T.handle,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def attend_listed(matched: ListedInputs):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries, width, num_lists = sizes(6)
-        a = T.meta_var(
-            PagedInputs(
-                batch_size=batch_size,
-                q=match_rows(q, num_rows, num_heads, qk_dim),
-                query_indptr=match_int32(query_indptr, batch_size + 1),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, batch_size),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                sm_scale=sm_scale,
-                sink_logits=match_float32(sink_logits, num_heads),
-                mask=CausalMask(1),
-            )
-        )
-        block_shape = T.meta_var((num_rows, num_lists, width))
-        listed = (
-            match_int32(blocks, *block_shape)
-            if by_blocks
-            else match_int32(positions, num_rows, width)
-        )
+        a = T.meta_var(replace(matched, mask=CausalMask(1)))
         pages_view = T.meta_var(view_pages(a.pages, spec))
         lengths = T.meta_var(WholeSequence(spec, a.length_info, index_temp))
         rope = T.meta_var(HadamardRotation(spec, a) if has_hadamard else NoRotation())
         whole = T.meta_var(replace(a, lengths=lengths))
         lists = T.meta_var(
-            BlockPages(spec, whole, listed, block_size, block_shape)
+            BlockPages(spec, whole, a.blocks, a.block_size, a.blocks.shape)
             if by_blocks
-            else SlotLists(spec, whole, listed, num_rows, width)
+            else SlotLists(spec, whole, a.positions, *a.positions.shape)
         )
         lists.fill()
         nothing = T.meta_var(Elements(lambda _: T.int32(0)))
@@ -203,7 +163,7 @@ def _attention_to_lists(spec: KernelSpec, by_blocks: bool):
             kind = T.meta_var(None if by_blocks else ListedLatentRows)
             split_tiles.attend(spec, ready, ops, ListTiles, lambda: None, False, kind)
         elif by_blocks:
-            decode.attend(spec, ready, ops, tables_per_row=num_lists)
+            decode.attend(spec, ready, ops, tables_per_row=a.blocks.shape[1])
         else:
             decode.attend(spec, ready, ops, ListedRows)
         lists.free()

@@ -11,7 +11,8 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import K_PLANE, row_index, rows_of, view_pages
 from ...script import inline, prim_func
-from ...signatures.arrays import match_int32, page_matcher, row_matcher, sizes
+from ...signatures.inputs import BoundsInputs
+from ...signatures.sparse import CHOOSE_PAGES, PAGE_BOUNDS
 from ...spec import KernelSpec
 from ..isa.columns import for_chunks
 from ..isa.conversion import require_half_conversion
@@ -38,31 +39,24 @@ def require_bounds(spec: KernelSpec) -> None:
 def page_bounds(spec: KernelSpec):
     """Build the kernel `page_bounds`: the bounds of K of some pages.
 
-    Arguments are `pages`, `page_ids` and `lengths`, int32 ``[n]``: pages, and the slots of each
-    that hold something; and `bounds`, of `dtype`, ``[num_pages, num_kv_heads, 2 * head_dim]``, of
-    which the rows of these pages are written: maxima, then minima.
+    The rows of these pages in `bounds` are written: maxima, then minima.
     """
     require_bounds(spec)
-    heads, width = spec.num_kv_heads, spec.qk_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    heads = spec.num_kv_heads
 
-    @prim_func
-    def page_bounds(pages: T.handle, page_ids: T.handle, lengths: T.handle, bounds: T.handle):
+    @prim_func(arguments=PAGE_BOUNDS.of(spec))
+    def page_bounds(a: BoundsInputs):
         T.func_attr(attributes(spec))
-        num_pages, n = sizes(2)
-        matched = match_pages(pages, num_pages)
-        ids = match_int32(page_ids, n)
-        used = match_int32(lengths, n)
-        found = match_rows(bounds, num_pages, heads, 2 * width)
-        k = T.meta_var(rows_of(view_pages(matched, spec), K_PLANE))
+        k = T.meta_var(rows_of(view_pages(a.pages, spec), K_PLANE))
+        n = T.meta_var(a.page_ids.shape[0])
 
         num_tasks = T.if_then_else(n * heads > SERIAL_PAGES, T.min(num_threads(), n), 1)
         for task in T.parallel(num_tasks, annotations=TASKS):
             columns = ColumnBounds(spec, k)
             for i in range(cut(n, task, num_tasks), cut(n, task + 1, num_tasks)):
                 for head in range(heads):
-                    columns.find(ids[i], head, used[i])
-                    columns.put(found, ids[i], head)
+                    columns.find(a.page_ids[i], head, a.page_lengths[i])
+                    columns.put(a.bounds, a.page_ids[i], head)
 
     return page_bounds
 
@@ -168,41 +162,27 @@ def choose_pages(spec: KernelSpec):
     """Build the kernel `choose_pages`: KV heads of rows choose the pages whose bounds are largest.
 
     The bound of a page is that of the largest product of the query heads of a KV head with a row of
-    K in it. Arguments are `q`, a row for each sequence, rotated; `bounds` of `page_bounds`;
-    `page_indptr` and `page_ids`; and `blocks`, int32 ``[T, num_kv_heads, k]``, written: up to k
-    pages, by their number in the sequence, in order, then -1. The first and the last page are
-    always chosen.
+    K in it. `q` has a rotated row for each sequence. `blocks` are written: up to W pages, by their
+    number in the sequence, in order, then -1. The first and the last page are always chosen.
     """
     require_bounds(spec)
     heads, lanes = spec.num_kv_heads, spec.target.lanes
-    match_rows = row_matcher(spec)
 
-    @prim_func
-    def choose_pages(
-        q: T.handle,
-        bounds: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        blocks: T.handle,
-    ):
+    @prim_func(arguments=CHOOSE_PAGES.of(spec))
+    def choose_pages(a: BoundsInputs):
         T.func_attr(attributes(spec))
-        num_rows, num_pages, num_entries, k = sizes(4)
-        rows = match_rows(q, num_rows, spec.num_qo_heads, spec.qk_head_dim)
-        known = match_rows(bounds, num_pages, heads, 2 * spec.qk_head_dim)
-        indptr = match_int32(page_indptr, num_rows + 1)
-        ids = match_int32(page_ids, num_entries)
-        chosen = match_int32(blocks, num_rows, heads, k)
+        indptr, num_rows = T.meta_var((a.page_indptr, a.batch_size))
         longest = T.int32(1)
         for row in range(num_rows):
             longest = T.max(longest, indptr[row + 1] - indptr[row])
         total = indptr[num_rows] * heads
         num_pairs = num_rows * heads
         num_tasks = T.if_then_else(total > SERIAL_PAGES, T.min(num_threads(), num_pairs), 1)
-        lists = TopKLists(num_tasks, k, longest)
+        lists = TopKLists(num_tasks, a.blocks.shape[2], longest)
         lists.begin()
         with import_llvm(llvm_helpers(lanes)):
             for task in T.parallel(num_tasks, annotations=TASKS):
-                products, top = BoundProducts(spec, known), TopK(lists, lanes)
+                products, top = BoundProducts(spec, a.bounds), TopK(lists, lanes)
                 scores = T.alloc_buffer((OFFERED,), F32)
                 keys = T.alloc_buffer((OFFERED,), "int32")
                 for pair in range(
@@ -210,14 +190,14 @@ def choose_pages(spec: KernelSpec):
                 ):
                     row, head = pair // heads, pair % heads
                     num_held = indptr[row + 1] - indptr[row]
-                    products.load_q(rows, row, head)
+                    products.load_q(a.q, row, head)
                     lists.clear(task)
                     top.open(task)
                     for i in range((num_held + OFFERED - 1) // OFFERED):
                         first = i * OFFERED
                         num_offered = T.min(OFFERED, num_held - first)
                         for j in range(num_offered):
-                            products.multiply(ids[indptr[row] + first + j], head)
+                            products.multiply(a.page_ids[indptr[row] + first + j], head)
                             is_kept = T.Or(first + j == 0, first + j == num_held - 1)
                             kept = T.float32(float("inf"))
                             scores[j] = T.Select(is_kept, kept, products.total)
@@ -225,7 +205,7 @@ def choose_pages(spec: KernelSpec):
                             found = T.meta_var(keys_of(load(scores, (v * lanes,), lanes), lanes))
                             store(keys, (v * lanes,), lanes, found, "int32")
                         top.offer(keys, 0, num_offered, lambda n: first + n)
-                    top.choose(chosen, (row, head))
+                    top.choose(a.blocks, (row, head))
         lists.free()
 
     return choose_pages

@@ -10,8 +10,9 @@ from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, mask_of
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.attention import MLA_PREFILL, MLA_PREFILL_SLIDING, MLA_TREE, MLA_TREE_SLIDING
 from ...signatures.inputs import PagedInputs
+from ...signatures.signature import Signature
 from ...spec import KernelSpec
 from ..isa.conversion import require_half_conversion
 from ..rotation.rotation import rotation_of
@@ -20,9 +21,6 @@ from ..tiles.kv_tile import POSITIONS
 from ..tiles.query_tile import tile_tokens
 from ..tiles.tree_mask import TokenTrees, TreeMask
 from .split_tiles import attend
-
-_TREE = {"tree_order_indptr", "tree_order"}
-_POSITIONS = {"first_positions", "query_positions"}  # by which windows count nodes of trees
 
 
 @T.meta_class
@@ -135,12 +133,11 @@ class SequenceTiles:
 def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     """Build the kernel `mla_prefill`: any number of rows per sequence attend to its pages.
 
-    Its arguments are those of `signatures.inputs`; the spec is of kind "mla". `mask` is a class of
-    masks without a window, made of the argument `causal`.
+    The spec is of kind "mla". `mask` is a class of masks without a window, made of `causal`.
     """
     if mask.has_window:
         raise ValueError(f"the kernel takes no window, but {mask.__name__} has one")
-    return _mla_prefill(spec, _TREE | _POSITIONS | {"window"}, lambda a: mask(a.causal))
+    return _mla_prefill(spec, MLA_PREFILL, lambda a: mask(a.causal))
 
 
 def mla_prefill_sliding(spec: KernelSpec):
@@ -150,17 +147,17 @@ def mla_prefill_sliding(spec: KernelSpec):
     follow them where `causal` is 0. Columns are counted from the first slot of the page table,
     which may begin anywhere in the sequence.
     """
-    return _mla_prefill(spec, _TREE | _POSITIONS, mask_of)
+    return _mla_prefill(spec, MLA_PREFILL_SLIDING, mask_of)
 
 
 def mla_tree(spec: KernelSpec):
     """Build the kernel `mla_tree`: new nodes of token trees see their ancestors and themselves."""
-    return _mla_prefill(spec, {"causal", "window"} | _POSITIONS, _causal_mask)
+    return _mla_prefill(spec, MLA_TREE, _causal_mask)
 
 
 def mla_tree_sliding(spec: KernelSpec):
     """Build `mla_tree` of layers with a window; rows see what they see in `tree_paged_sliding`."""
-    return _mla_prefill(spec, {"causal"}, _causal_mask)
+    return _mla_prefill(spec, MLA_TREE_SLIDING, _causal_mask)
 
 
 def _causal_mask(a: PagedInputs) -> CausalMask:
@@ -168,57 +165,16 @@ def _causal_mask(a: PagedInputs) -> CausalMask:
     return CausalMask(T.int32(1))
 
 
-def _mla_prefill(spec: KernelSpec, absent: set[str], make_bounds: Callable):
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+def _mla_prefill(spec: KernelSpec, signature: Signature, make_bounds: Callable):
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
     ops = operands(spec, spec.kv_dtype)
 
-    @prim_func(absent=absent | spec.without_sinks)
-    def mla_prefill(
-        q: T.handle,
-        query_indptr: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        length_info: T.handle,
-        first_positions: T.handle,
-        query_positions: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        sm_scale: T.float32,
-        tree_order_indptr: T.handle,
-        tree_order: T.handle,
-        window: T.int32,
-        sink_logits: T.handle,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def mla_prefill(matched: PagedInputs):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries, num_nodes = sizes(5)
-        matched = T.meta_var(
-            PagedInputs(
-                batch_size=batch_size,
-                q=match_rows(q, num_rows, num_heads, qk_dim),
-                query_indptr=match_int32(query_indptr, batch_size + 1),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, batch_size + 1),
-                page_ids=match_int32(page_ids, num_entries),
-                length_info=match_int32(length_info, batch_size),
-                first_positions=match_int32(first_positions, batch_size),
-                query_positions=match_int32(query_positions, num_rows),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                causal=causal,
-                sm_scale=sm_scale,
-                tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
-                tree_order=match_int32(tree_order, num_nodes, 2),
-                window=window,
-                sink_logits=match_float32(sink_logits, num_heads),
-            )
-        )
         a = T.meta_var(replace(matched, mask=make_bounds(matched)))
         ready = T.meta_var(replace(a, pages=view_pages(a.pages, spec), rope=rotation_of(spec, a)))
-        trees = T.meta_var(None if tree_order is None else TokenTrees(spec, a))
+        trees = T.meta_var(None if a.tree_order is None else TokenTrees(spec, a))
         if trees is not None:
             trees.begin()
         make_mask = T.meta_var(lambda: a.mask if trees is None else TreeMask(a, trees, POSITIONS))

@@ -12,8 +12,9 @@ from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
 from ...semantics.rotary_mode import refuse_longrope
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.attention import MLA_PREFILL_SHARED, PREFILL_SHARED
 from ...signatures.inputs import SharedInputs
+from ...signatures.signature import Signature
 from ...spec import KernelSpec
 from ..isa.conversion import require_half_conversion
 from ..rotation.rotation import rotation_of
@@ -133,65 +134,23 @@ def prefill_shared(spec: KernelSpec):
     row_indptr[i + 1]]``. In one call a row may belong to one segment at most. With longrope, whose
     frequencies are those of a sequence, rotary_mode 1 is refused.
     """
-    return _prefill_shared(spec, absent=())
+    return _prefill_shared(spec, PREFILL_SHARED)
 
 
 def mla_prefill_shared(spec: KernelSpec):
     """Build the kernel `mla_prefill_shared`: over latent rows, which models rotate themselves."""
-    positions = ("first_positions", "query_positions")
-    return _prefill_shared(spec, absent=(*positions, "rotary_mode", "rope_scale", "rope_theta"))
+    return _prefill_shared(spec, MLA_PREFILL_SHARED)
 
 
-def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+def _prefill_shared(spec: KernelSpec, signature: Signature):
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
     ops = operands(spec, spec.kv_dtype)
 
-    @prim_func(absent=absent)
-    def prefill_shared(
-        q: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        first_positions: T.handle,
-        row_indptr: T.handle,
-        row_ids: T.handle,
-        query_positions: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        first_segment: T.int32,
-        last_segment: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def prefill_shared(a: SharedInputs):
         T.func_attr(attributes(spec))
-        num_starts, num_rows, num_pages, num_entries, num_row_ids = sizes(5)
-        a = T.meta_var(
-            SharedInputs(
-                batch_size=num_starts - 1,
-                q=match_rows(q, num_rows, num_heads, qk_dim),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, num_starts),
-                page_ids=match_int32(page_ids, num_entries),
-                first_positions=match_int32(first_positions, num_starts - 1),
-                row_indptr=match_int32(row_indptr, num_starts),
-                row_ids=match_int32(row_ids, num_row_ids),
-                query_positions=match_int32(query_positions, num_rows),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                first_segment=first_segment,
-                last_segment=last_segment,
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            )
-        )
         ready = T.meta_var(replace(a, pages=view_pages(a.pages, spec), rope=rotation_of(spec, a)))
-        if rotary_mode is not None:
+        if a.rotary_mode is not None:
             refuse_longrope(spec, a)
         attend(spec, ready, ops, SegmentTiles, lambda: None, merges=True)
 

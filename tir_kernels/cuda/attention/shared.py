@@ -6,7 +6,6 @@ split evenly: a tile that falls into one split is merged into O there; one that 
 partial states, which a second kernel merges.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from tvm.script import tirx as T
@@ -15,8 +14,9 @@ from ...define import attributes
 from ...script import inline, prim_func
 from ...semantics.rotary_mode import refuse_longrope, require_own_rotation
 from ...semantics.visibility import CausalMask
-from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.attention import MLA_PREFILL_SHARED, PREFILL_SHARED
 from ...signatures.inputs import SharedInputs
+from ...signatures.signature import Signature
 from ...spec import KernelSpec
 from ..components.kv_rows import paged_rows, with_page_views
 from ..components.tile_work import BalancedWork
@@ -68,56 +68,15 @@ def batch_of_segments(spec: KernelSpec, a: SharedInputs) -> Batch:
     )
 
 
-def over_shared_pages(spec: KernelSpec, absent: Sequence[str] = ()):
+def over_shared_pages(spec: KernelSpec, signature: Signature):
     """Build a kernel for rows that share pages."""
-    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     is_packed = spec.codec is not None and spec.codec.bits == 4
     max_rows = _PACKED_ROWS if is_packed else MAX_ROWS
     tilings = Tiling.choices(spec, spec.kv_dtype, max_rows)
 
-    @prim_func(absent=absent)
-    def prefill_shared(
-        q: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_ids: T.handle,
-        first_positions: T.handle,
-        row_indptr: T.handle,
-        row_ids: T.handle,
-        query_positions: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        first_segment: T.int32,
-        last_segment: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-    ):
+    @prim_func(arguments=signature.of(spec))
+    def prefill_shared(matched: SharedInputs):
         T.func_attr(attributes(spec))
-        num_starts, num_rows, num_pages, num_entries, num_row_ids = sizes(5)
-        matched = T.meta_var(
-            SharedInputs(
-                batch_size=num_starts - 1,
-                q=match_rows(q, num_rows, num_heads, qk_dim),
-                pages=match_pages(pages, num_pages),
-                page_indptr=match_int32(page_indptr, num_starts),
-                page_ids=match_int32(page_ids, num_entries),
-                first_positions=match_int32(first_positions, num_starts - 1),
-                row_indptr=match_int32(row_indptr, num_starts),
-                row_ids=match_int32(row_ids, num_row_ids),
-                query_positions=match_int32(query_positions, num_rows),
-                o=match_rows(o, num_rows, num_heads, v_dim),
-                lse=match_float32(lse, num_rows, num_heads),
-                first_segment=first_segment,
-                last_segment=last_segment,
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            )
-        )
         a = T.meta_var(with_page_views(spec, matched))
         batch = T.meta_var(batch_of_segments(spec, a))
         if tilings[0].slices == 1:
@@ -137,10 +96,9 @@ def prefill_shared(spec: KernelSpec):
     segments. In one call a row may belong to one segment at most. With longrope, whose frequencies
     are those of a sequence, rotary_mode 1 is refused.
     """
-    return over_shared_pages(spec)
+    return over_shared_pages(spec, PREFILL_SHARED)
 
 
 def mla_prefill_shared(spec: KernelSpec):
     """`prefill_shared` over the latent rows of MLA, which models rotate themselves."""
-    rotation = "rotary_mode", "rope_scale", "rope_theta"
-    return over_shared_pages(spec, ("first_positions", "query_positions", *rotation))
+    return over_shared_pages(spec, MLA_PREFILL_SHARED)

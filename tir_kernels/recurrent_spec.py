@@ -87,6 +87,8 @@ class RecurrentSpec:
     target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
     state_dtype: str = "float32"
 
+    gate_dtype = "float32"
+
     def __post_init__(self):
         if self.rule not in RULES:
             raise ValueError(f"no rule {self.rule!r}; there are {', '.join(RULES)}")
@@ -133,10 +135,10 @@ class RecurrentSpec:
         shapes = {
             "k": ((self.num_key_heads, self.key_dim), self.dtype),
             "v": ((self.num_heads, self.value_dim), self.dtype),
-            "log_decay": (gates, "float32"),
+            "log_decay": (gates, self.gate_dtype),
         }
         if self.is_delta:
-            shapes["beta"] = (self.num_heads,), "float32"
+            shapes["beta"] = (self.num_heads,), self.gate_dtype
         found, end = {}, 0
         for name, (shape, dtype) in shapes.items():
             found[name] = Section(_aligned(end), shape, dtype)

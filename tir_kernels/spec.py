@@ -215,16 +215,6 @@ class KernelSpec:
     static_scales: bool = False
 
     @property
-    def without_scales(self) -> set[str]:
-        """The argument for scales of heads, where rows have scales of their own."""
-        return set() if self.static_scales else {"var_kv_scales"}
-
-    @property
-    def without_sinks(self) -> set[str]:
-        """The argument for learned sinks, where attention takes none."""
-        return set() if self.sink_logits else {"sink_logits"}
-
-    @property
     def is_latent(self) -> bool:
         """Whether a slot holds one latent row: MLA, with a window or without."""
         return self.kind in ("mla", "mla_sliding")

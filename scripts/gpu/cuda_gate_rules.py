@@ -27,8 +27,8 @@ MIN_STATE_RUNS = 8  # of 128 bits, that a thread keeps of a recurrent layer's st
 COPIED_ARRAYS = frozenset(
     [
         *("query_indptr", "kv_indptr", "page_indptr", "page_ids", "length_info", "window_info"),
-        *("window_matrix", "first_positions", "query_positions", "row_indptr", "row_ids"),
-        *("tree_order_indptr", "tree_order", "positions", "copies"),
+        *("window_matrix", "first_positions", "query_positions", "rope_positions"),
+        *("row_indptr", "row_ids", "tree_order_indptr", "tree_order", "copies"),
         *("length_indptr", "src_dst_slots", "row_reach"),
         *("segment_indptr", "slots", "rows", "read_pages", "write_pages", "tap_slots"),
     ]

@@ -11,9 +11,8 @@ from tir_kernels.cuda.components.page_schedule import PageSchedule
 from tir_kernels.cuda.components.work_items import ItemSearch
 from tir_kernels.cuda.emit import as_count, launch
 from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
-from tir_kernels.define import attributes
+from tir_kernels.define import I32, attributes
 from tir_kernels.script import prim_func
-from tir_kernels.signatures.arrays import match_int32
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from .. import reference
@@ -134,8 +133,8 @@ def test_decode_splits_more_kv_tiles_than_32_bits_count():
     @prim_func
     def kernel(page_indptr: T.handle, entry: T.handle, out: T.handle):
         T.func_attr(attributes(spec))
-        indptr = match_int32(page_indptr, 4)
-        at = match_int32(entry, 1)
+        indptr = T.match_buffer(page_indptr, (4,), elem_offset=T.int32(), **I32)
+        at = T.match_buffer(entry, (1,), elem_offset=T.int32(), **I32)
         found = T.match_buffer(out, (8,), "int64", align=8)
         with launch([1], 32) as (blocks, thread):
             work = PageSchedule(
@@ -167,7 +166,7 @@ def test_tiles_are_split_beyond_32_bits():
     @prim_func
     def kernel(count: T.handle, out: T.handle):
         T.func_attr(attributes(SPEC))
-        counts = match_int32(count, 4)
+        counts = T.match_buffer(count, (4,), elem_offset=T.int32(), **I32)
         found = T.match_buffer(out, (8,), "int64", align=8)
         with launch([1], 32) as (blocks, thread):
             search = ItemSearch("int64")

@@ -8,7 +8,7 @@ from tvm.script import tirx as T
 from ..define import attributes
 from ..script import inline, prim_func
 from ..semantics.partial_states import MergedLse
-from ..signatures.arrays import match_float32, row_matcher
+from ..signatures.moves import APPLY_SINKS, MERGE, StateInputs
 from ..spec import ITEMSIZE, LOG2E, KernelSpec
 from ..targets import components_of
 from ..vectors import constant, load, store
@@ -27,30 +27,25 @@ def weigh_heads(worker, weigh: Callable, weights, row, num_heads: int):
 def merge(spec: KernelSpec):
     """Build the kernel that merges a second partial state into the first.
 
-    Arguments: o ``[T, H, D]``, lse float32 ``[T, H]`` (base 2), o_other, lse_other. A state with an
-    lse of -inf counts for nothing, whatever its o holds; two of them give ``o = 0`` and -inf. An
-    lse that is NaN or +inf makes the row's o and lse NaN.
+    A state with an lse of -inf counts for nothing, whatever its o holds; two of them give ``o = 0``
+    and -inf. An lse that is NaN or +inf makes the row's o and lse NaN.
     """
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
     row_bytes = num_heads * (3 * head_dim * ITEMSIZE[spec.dtype] + 12)
-    c, match_rows = components_of(spec), row_matcher(spec)
+    c = components_of(spec)
 
-    @prim_func
-    def merge(var_o: T.handle, var_lse: T.handle, var_o_other: T.handle, var_lse_other: T.handle):
+    @prim_func(arguments=MERGE.of(spec))
+    def merge(a: StateInputs):
         T.func_attr(attributes(spec))
-        n = T.int64()
-        o = match_rows(var_o, n, num_heads, head_dim)
-        lse = match_float32(var_lse, n, num_heads)
-        o_other = match_rows(var_o_other, n, num_heads, head_dim)
-        lse_other = match_float32(var_lse_other, n, num_heads)
-        worker = c.Worker(spec, (o, o_other))
+        n = T.meta_var(a.o.shape[0])
+        worker = c.Worker(spec, (a.o, a.o_other))
         rows = c.RowBlend(worker)
 
         @inline
         def weigh(weights, row, h, lanes):
-            states = T.meta_var([load(x, (row, h), lanes) for x in (lse, lse_other)])
+            states = T.meta_var([load(x, (row, h), lanes) for x in (a.lse, a.lse_other)])
             merged = T.meta_var(MergedLse(*states, lanes, worker.arithmetic))
-            store(lse, (row, h), lanes, merged.lse)
+            store(a.lse, (row, h), lanes, merged.lse)
             store(weights, (0, h), lanes, merged.weights[0])
             store(weights, (1, h), lanes, merged.weights[1])
 
@@ -68,31 +63,27 @@ def apply_sinks(spec: KernelSpec):
     """Build the kernel that lets a sink logit into the softmax of every row, after attention.
 
     A sink logit joins the denominator alone, so it is a second partial state whose lse is the logit
-    and whose o is zero. Arguments: o ``[T, H, D]`` and lse float32 ``[T, H]`` (base 2), changed in
-    place; sink_logits float32 ``[H]`` (natural logits; -inf: none). A row that has seen nothing
-    keeps ``o = 0``. Every row of a head sees its sink: one that is NaN or +inf makes them NaN.
+    and whose o is zero. A row that has seen nothing keeps ``o = 0``. Every row of a head sees its
+    sink: one that is NaN or +inf makes them NaN.
     """
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
     row_bytes = num_heads * (2 * head_dim * ITEMSIZE[spec.dtype] + 8)
-    c, match_rows = components_of(spec), row_matcher(spec)
+    c = components_of(spec)
 
-    @prim_func
-    def apply_sinks(var_o: T.handle, var_lse: T.handle, var_sinks: T.handle):
+    @prim_func(arguments=APPLY_SINKS.of(spec))
+    def apply_sinks(a: StateInputs):
         T.func_attr(attributes(spec))
-        n = T.int64()
-        o = match_rows(var_o, n, num_heads, head_dim)
-        lse = match_float32(var_lse, n, num_heads)
-        sinks = match_float32(var_sinks, num_heads)
-        worker = c.Worker(spec, (o,))
+        n = T.meta_var(a.o.shape[0])
+        worker = c.Worker(spec, (a.o,))
         rows = c.RowBlend(worker)
 
         @inline
         def weigh(weights, row, h, lanes):
-            sink = T.meta_var(load(sinks, (h,), lanes) * constant(LOG2E, lanes))
+            sink = T.meta_var(load(a.sink_logits, (h,), lanes) * constant(LOG2E, lanes))
             merged = T.meta_var(
-                MergedLse(load(lse, (row, h), lanes), sink, lanes, worker.arithmetic)
+                MergedLse(load(a.lse, (row, h), lanes), sink, lanes, worker.arithmetic)
             )
-            store(lse, (row, h), lanes, merged.lse)
+            store(a.lse, (row, h), lanes, merged.lse)
             store(weights, (0, h), lanes, merged.weights[0])
 
         for row in worker.items(n, row_bytes):

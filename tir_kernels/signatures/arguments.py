@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-ROWS, PAGES = "rows", "pages"  # types that a spec decides: of a step's rows, and of the pages
+ROWS = "dtype"  # the type of a step's rows: that of a spec, as are other names of its fields
+PAGES = "pages"  # the type and the shape of pages, which `layout` knows
 
 
 class Lengths(enum.Enum):
@@ -26,9 +27,9 @@ class Argument:
     Parameters
     ----------
     shape : tuple of str
-        Sizes of an array, as `sizes.Sizes` names them; of a scalar: none.
+        Sizes of an array, as `sizes` names them; of a scalar: none.
     dtype : str
-        "int32", "int64" or "float32"; of an array also `ROWS` or `PAGES`.
+        "int32", "int64" or "float32"; of rows `ROWS` or another field of a spec; `PAGES`.
     needs : callable, optional
         ``spec -> bool``: whether kernels of a spec take it; without: always.
     """
@@ -49,8 +50,7 @@ def array(shape: str, dtype: str, *, needs: Callable[[Any], bool] | None = None)
     Parameters
     ----------
     shape : str
-        As documentation writes it, ``"[T, Hq, Dqk]"``; that of pages is `layout.pages_shape`, that
-        of lengths one of `Lengths`.
+        As documentation writes it, ``"[T, Hq, Dqk]"``.
     dtype : str
     needs : callable, optional
         As `Argument` has them.

@@ -90,20 +90,20 @@ class PagedInputs(AttentionInputs):
     """K and V lie in pages."""
 
     # The pool of the layer.
-    pages: Any = array("layout.pages_shape", PAGES)
+    pages: Any = array("pages", PAGES)
     # CSR offsets into page_ids, and page ids in the order of positions.
     page_indptr: Any = array("[B + 1]", "int32")
     page_ids: Any = array("[N]", "int32")
     # How many slots of the pages hold something.
-    length_info: Any = array("lengths", "int32")
+    length_info: Any = array("[lengths]", "int32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedInputs(PagedInputs):
     """Rows are fused: Q, then K and V, which are appended to the pages first."""
 
-    # Fused rows, not rotated.
-    qkv: Any = array("[T, Hq + 2 Hk, Dqk]", ROWS)
+    # Fused rows ``[Hq + 2 Hk, Dqk]``, not rotated.
+    qkv: Any = array("[T, fused]", ROWS)
     # The position by which Q and K of a row are rotated.
     rope_positions: Any = array("[T]", "int32")
     # The slot of a row; a negative one: do not write.

@@ -8,12 +8,18 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ..conv_spec import ConvSpec
 from ..define import F32, I32, aligned
+from ..ingredients import match_ingredients
 from ..layout import match_pages
+from ..recurrent_spec import RecurrentSpec
 from ..script import name_value
 from ..spec import KernelSpec
 from .arguments import PAGES, Argument, Lengths, arguments_of
-from .sizes import Sizes
+from .inputs import AttentionInputs
+from .sizes import Sizes, sizes_of
+
+Spec = KernelSpec | RecurrentSpec | ConvSpec
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,16 @@ class Signature:
     lengths : Lengths, optional
         The form of the argument `length_info`, in kernels that have it.
     has_one_row : bool
-        Whether each sequence has one row of Q.
+        Whether each sequence has one row of Q, so that T is B.
+    count_dtype : str
+        Type of the sizes that a call decides.
     """
 
     inputs: type
     names: tuple[str, ...]
     lengths: Lengths | None = None
     has_one_row: bool = False
+    count_dtype: str = "int32"
 
     def __post_init__(self):
         unknown = set(self.names) - set(arguments_of(self.inputs))
@@ -50,12 +59,12 @@ class Signature:
         kept = tuple(name for name in self.names if name not in names)
         return replace(self, names=kept, lengths=lengths or self.lengths)
 
-    def of(self, spec: KernelSpec, pages: KernelSpec | None = None) -> KernelArguments:
+    def of(self, spec: Spec, pages: KernelSpec | None = None) -> KernelArguments:
         """Return the arguments of a kernel, as ``@prim_func(arguments=...)`` takes them.
 
         Parameters
         ----------
-        spec : KernelSpec
+        spec : KernelSpec, RecurrentSpec or ConvSpec
         pages : KernelSpec, optional
             The spec that pages are laid out by, if it is another one.
         """
@@ -68,7 +77,7 @@ class KernelArguments:
     Parameters
     ----------
     signature : Signature
-    spec, page_spec : KernelSpec
+    spec, page_spec
         As `Signature.of` has them.
 
     Attributes
@@ -77,7 +86,7 @@ class KernelArguments:
         Name -> type of a parameter in TVMScript, in their order.
     """
 
-    def __init__(self, signature: Signature, spec: KernelSpec, page_spec: KernelSpec):
+    def __init__(self, signature: Signature, spec: Spec, page_spec: Spec):
         self._signature, self._spec, self._page_spec = signature, spec, page_spec
         known = arguments_of(signature.inputs)
         self._arguments = {
@@ -89,40 +98,44 @@ class KernelArguments:
 
     def match(self, **parameters) -> Any:
         """Match the parameters of a kernel; return them in the dataclass of the signature."""
-        signature, spec = self._signature, self._spec
-        num_heads, num_kv_heads = spec.num_qo_heads, spec.num_kv_heads
-        of_spec = {
-            "Hq": num_heads,
-            "Hk": num_kv_heads,
-            "Hq + 2 Hk": num_heads + 2 * num_kv_heads,
-            "Dqk": spec.qk_head_dim,
-            "2 Dqk": 2 * spec.qk_head_dim,
-            "Dv": spec.v_head_dim,
-        }
-        sizes = Sizes(
-            of_spec,
-            has_batch_size=signature.has_one_row or signature.lengths is not None,
-            has_one_row=signature.has_one_row,
-        )
+        sizes = self._sizes(parameters)
         matched = {
             name: name_value(name, self._match(argument, parameters[name], sizes))
             for name, argument in self._arguments.items()
         }
-        known = {"batch_size": sizes["B"], "length_form": signature.lengths}
-        return signature.inputs(**known, **matched)
+        if issubclass(self._signature.inputs, AttentionInputs):
+            matched |= {"batch_size": sizes["B"], "length_form": self._signature.lengths}
+        return self._signature.inputs(**matched)
+
+    def _sizes(self, parameters: dict[str, Any]) -> Sizes:
+        signature = self._signature
+        lengths, has_one_row = signature.lengths, signature.has_one_row
+        is_told = "batch_size" in parameters
+        sizes = Sizes(
+            sizes_of(self._spec),
+            has_batch_size=has_one_row or lengths is not None or is_told,
+            count_dtype=signature.count_dtype,
+        )
+        if is_told:
+            sizes["B"] = T.cast(parameters["batch_size"], signature.count_dtype)
+        if has_one_row:
+            sizes["T"] = sizes["B"]
+        if lengths is not None:
+            sizes["lengths"] = tuple(sizes.shape(lengths.value))
+        return sizes
 
     def _match(self, argument: Argument, value, sizes: Sizes):
         """Match an array with its shape; a scalar is its value."""
         if not argument.shape:
             return value
         if argument.dtype == PAGES:
-            return match_pages(value, sizes["P"], self._page_spec)
-        is_lengths = argument.shape == ("lengths",)
-        letters = self._signature.lengths.value if is_lengths else argument.shape
-        shape = [sizes[letter] for letter in letters]
+            spec = self._page_spec
+            match = match_ingredients if isinstance(spec, RecurrentSpec) else match_pages
+            return match(value, sizes["P"], spec)
+        shape = sizes.shape(argument.shape)
         if argument.dtype == "int32":
             return T.match_buffer(value, shape, elem_offset=T.int32(), **I32)
         if argument.dtype == "float32":
             return T.match_buffer(value, shape, elem_offset=T.int64(), **F32)
-        options = aligned(self._spec, self._spec.dtype)
+        options = aligned(self._spec, getattr(self._spec, argument.dtype))
         return T.match_buffer(value, shape, elem_offset=T.int64(), **options)

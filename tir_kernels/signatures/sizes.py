@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes in the shapes of arguments."""
+"""The sizes in the shapes of arguments: those of a spec, and those that a call decides."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from ..conv_spec import ConvSpec
+from ..recurrent_spec import RecurrentSpec
 from ..script import name_value
+from ..spec import KernelSpec
 
-# Sizes that a call decides, and what errors call them.
+# Letters of sizes that a call decides, and what errors call them. Others are named as they are.
 VARIABLES = {
-    "T": "num_rows",  # of Q, or of a step
+    "T": "num_rows",  # of a step
     "B": "batch_size",  # sequences, or shared segments
     "B + 1": "num_starts",  # CSR offsets
     "S": "num_columns",  # rows of ragged K and V
@@ -25,33 +28,66 @@ VARIABLES = {
 }
 
 
+def sizes_of(spec: KernelSpec | RecurrentSpec | ConvSpec) -> dict[str, Any]:
+    """Return the sizes that a spec decides; a name may stand for several."""
+    if isinstance(spec, RecurrentSpec):
+        gates = spec.sections["log_decay"].shape
+        return {
+            "H": spec.num_heads,
+            "Hk": spec.num_key_heads,
+            "Dk": spec.key_dim,
+            "Dv": spec.value_dim,
+            "gates": gates,
+        }
+    if isinstance(spec, ConvSpec):
+        return {"channels": spec.channels, "width": spec.width, "width - 1": spec.width - 1}
+    num_heads, num_kv_heads = spec.num_qo_heads, spec.num_kv_heads
+    fused = (num_heads + 2 * num_kv_heads, spec.qk_head_dim)
+    if spec.has_two_widths:
+        of_k = (num_heads + num_kv_heads) * spec.qk_head_dim
+        fused = (of_k + num_kv_heads * spec.v_head_dim,)
+    return {
+        "Hq": num_heads,
+        "Hk": num_kv_heads,
+        "Dqk": spec.qk_head_dim,
+        "2 Dqk": 2 * spec.qk_head_dim,
+        "Dv": spec.v_head_dim,
+        "fused": fused,
+        "rotary_dim": spec.rope.rotary_dim,
+    }
+
+
 class Sizes(dict):
-    """The sizes of a call, by the letters that shapes have.
+    """The sizes of a call.
 
     Parameters
     ----------
-    of_spec : dict
-        Sizes that a spec decides.
+    known : dict
+        Those that are known beforehand.
     has_batch_size : bool
         Whether an array of B elements tells B. Otherwise CSR offsets do.
-    has_one_row : bool
-        Whether each sequence has one row of Q: then T is B.
+    count_dtype : str
+        Type of the variables; the number of pages is int32.
     """
 
-    def __init__(self, of_spec: dict[str, int], *, has_batch_size: bool, has_one_row: bool):
-        super().__init__(of_spec)
-        self.has_batch_size, self.has_one_row = has_batch_size, has_one_row
+    def __init__(self, known: dict[str, Any], *, has_batch_size: bool, count_dtype: str):
+        super().__init__(known)
+        self.has_batch_size, self.count_dtype = has_batch_size, count_dtype
 
-    def __missing__(self, letter: str) -> Any:
-        if letter.isdigit():
-            return int(letter)
-        if letter == "T" and self.has_one_row:
-            size = self["B"]
-        elif letter == "B" and not self.has_batch_size:
-            size = self["B + 1"] - 1
-        elif letter == "B + 1" and self.has_batch_size:
-            size = self["B"] + 1
+    def __missing__(self, size: str) -> Any:
+        if size.isdigit():
+            return int(size)
+        if size == "B" and not self.has_batch_size:
+            value = self["B + 1"] - 1
+        elif size.endswith(" + 1") and (size != "B + 1" or self.has_batch_size):
+            value = self[size.removesuffix(" + 1")] + 1
         else:
-            size = name_value(VARIABLES[letter], T.int32())
-        self[letter] = size
-        return size
+            dtype = "int32" if size == "P" else self.count_dtype
+            value = name_value(VARIABLES.get(size, size), getattr(T, dtype)())
+        self[size] = value
+        return value
+
+    def shape(self, sizes: tuple[str, ...]) -> list:
+        """Return the sizes of an array."""
+        values = [self[size] for size in sizes]
+        return [n for value in values for n in (value if isinstance(value, tuple) else (value,))]

@@ -7,10 +7,10 @@ from tvm.script import tirx as T
 
 from ...conv_spec import ConvSpec
 from ...define import target_attributes
-from ...layout import match_pages, slot_offset, slot_page
+from ...layout import slot_offset, slot_page
 from ...script import inline, prim_func
 from ...semantics.decay import exp
-from ...signatures.arrays import match_int32, row_matcher
+from ...signatures.states import CAUSAL_CONV, ConvInputs
 from ...spec import ITEMSIZE
 from ..isa import simd
 from ..isa.conversion import require_half_target
@@ -103,9 +103,7 @@ def silu(x, lanes: int):
 def causal_conv(spec: ConvSpec):
     """Build the kernel that computes rows of a causal convolution.
 
-    Arguments: x ``[T, channels]``, pages ``[P, page_size, channels]``, tap_slots int32
-    ``[T, width - 1]``, weight ``[channels, width]``, bias ``[channels]`` (absent without one), out
-    ``[T, channels]``. Row t of out is ``act(bias + sum(weight[:, i] * row(t, i)))`` for i from 0 to
+    Row t of out is ``act(bias + sum(weight[:, i] * row(t, i)))`` for i from 0 to
     ``width - 1``. The last of these rows is ``x[t]``, and each one before it is in slot
     ``tap_slots[t, i]`` of the pages; -1: zeros.
 
@@ -116,7 +114,7 @@ def causal_conv(spec: ConvSpec):
     """
     require_half_target(spec.target, [spec.dtype], f"dtype={spec.dtype}")
     channels, width, page_size = spec.channels, spec.width, spec.page_size
-    match_rows, num_taps = row_matcher(spec.rows), spec.width - 1
+    num_taps = spec.width - 1
     blocks = -(-channels // BLOCK)
 
     def paged(slot) -> tuple:
@@ -124,28 +122,16 @@ def causal_conv(spec: ConvSpec):
 
     item_bytes = min(channels, BLOCK) * (2 * TOKENS + width) * ITEMSIZE[spec.dtype]
 
-    @prim_func(absent=() if spec.has_bias else ("var_bias",))
-    def causal_conv(
-        var_x: T.handle,
-        var_pages: T.handle,
-        var_tap_slots: T.handle,
-        var_weight: T.handle,
-        var_bias: T.handle,
-        var_out: T.handle,
-    ):
+    @prim_func(arguments=CAUSAL_CONV.of(spec, pages=spec.rows))
+    def causal_conv(a: ConvInputs):
         T.func_attr(target_attributes(on_cpu=True))
-        num_pages, num_tokens = T.int32(), T.int64()
-        x = match_rows(var_x, num_tokens, channels)
-        pages = match_pages(var_pages, num_pages, spec.rows)
-        tap_slots = match_int32(var_tap_slots, num_tokens, num_taps)
-        weight = match_rows(var_weight, channels, width)
-        bias = T.meta_var(match_rows(var_bias, channels) if spec.has_bias else None)
-        out = match_rows(var_out, num_tokens, channels)
+        x, pages, tap_slots, out = T.meta_var((a.x, a.pages, a.tap_slots, a.out))
+        num_tokens = T.meta_var(x.shape[0])
         numbers = RowNumbers(spec.target, (x, pages, out))
         numbers.open_scope()
 
         for item in items(T.ceildiv(num_tokens, TOKENS) * blocks, item_bytes):
-            filters = Filters(spec, numbers, weight, bias)
+            filters = Filters(spec, numbers, a.weight, a.bias)
             taps = T.alloc_local((num_taps,), "int32")
 
             @inline

@@ -14,11 +14,11 @@ into chunks; here a state has the same bits however its tokens came.
 from tvm.script import tirx as T
 
 from ...define import target_attributes
-from ...ingredients import Ingredients, match_ingredients
+from ...ingredients import Ingredients
 from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
-from ...signatures.arrays import match_int32, row_matcher, sizes
+from ...signatures.states import RECURRENT_SCAN, ScanInputs
 from ..isa.conversion import require_half_target
 from ..isa.simd import F32, import_llvm
 from ..work import TASKS, Queue
@@ -42,11 +42,6 @@ def recurrent_scan(spec: RecurrentSpec):
     Token n takes its ingredients from ``slots[n]``, its query from row ``rows[n]`` of q, and writes
     the same row of o. A token whose row is -1 is replayed: it changes the state alone.
 
-    Arguments: q ``[T, num_key_heads, key_dim]``, pages ``[P, page_size, row_width]``, states of
-    `state_dtype` ``[P', num_heads, key_dim, value_dim]``, segment_indptr int32 ``[B + 1]``,
-    row_indptr int32 ``[S + 1]``, slots and rows int32 ``[N]``, read_pages and write_pages int32
-    ``[S]``, o ``[T, num_heads, value_dim]``, scale: float32, the factor on q.
-
     Returns
     -------
     tvm.tirx.PrimFunc
@@ -55,40 +50,21 @@ def recurrent_scan(spec: RecurrentSpec):
     num_heads, key_dim, value_dim = spec.num_heads, spec.key_dim, spec.value_dim
     got = f"dtype={spec.dtype}, state_dtype={spec.state_dtype}"
     require_half_target(spec.target, [spec.dtype, spec.state_dtype], got)
-    match_rows, page_size = row_matcher(spec.rows), spec.page_size
-    match_states = row_matcher(spec.rows, spec.state_dtype)
+    page_size = spec.page_size
     wide, narrow = blocks_of(spec)
 
-    @prim_func
-    def recurrent_scan(
-        var_q: T.handle,
-        var_pages: T.handle,
-        var_states: T.handle,
-        var_segment_indptr: T.handle,
-        var_row_indptr: T.handle,
-        var_slots: T.handle,
-        var_rows: T.handle,
-        var_read_pages: T.handle,
-        var_write_pages: T.handle,
-        var_o: T.handle,
-        scale: T.float32,
-    ):
+    @prim_func(arguments=RECURRENT_SCAN.of(spec))
+    def recurrent_scan(a: ScanInputs):
         T.func_attr(target_attributes(on_cpu=True))
-        num_rows, num_pages, num_tokens, num_states, num_starts, num_segments = sizes(6)
-        q = match_rows(var_q, num_rows, spec.num_key_heads, key_dim)
-        pages = match_ingredients(var_pages, num_pages, spec)
-        states = match_states(var_states, num_states, num_heads, key_dim, value_dim)
-        segment_indptr = match_int32(var_segment_indptr, num_starts)
-        read_pages = match_int32(var_read_pages, num_segments)
-        row_indptr = match_int32(var_row_indptr, num_segments + 1)
-        slots = match_int32(var_slots, num_tokens)
-        rows = match_int32(var_rows, num_tokens)
-        write_pages = match_int32(var_write_pages, num_segments)
-        o = match_rows(var_o, num_rows, num_heads, value_dim)
-        kept = T.meta_var(Ingredients.of(pages, spec))
-        numbers = T.meta_var(words_of(states))
+        slots, rows, row_indptr = T.meta_var((a.slots, a.rows, a.row_indptr))
+        segment_indptr, read_pages, write_pages = T.meta_var(
+            (a.segment_indptr, a.read_pages, a.write_pages)
+        )
+        num_tokens, num_segments = T.meta_var((slots.shape[0], read_pages.shape[0]))
+        kept = T.meta_var(Ingredients.of(a.pages, spec))
+        numbers = T.meta_var(words_of(a.states))
 
-        num_sequences = T.if_then_else(num_tokens > 0, num_starts - 1, 0)
+        num_sequences = T.if_then_else(num_tokens > 0, segment_indptr.shape[0] - 1, 0)
         tiles = T.meta_var(value_dim // narrow.width)
         work = StateWork(num_heads, tiles, segment_indptr, row_indptr, num_sequences, num_tokens)
         work.begin(T.cast(num_tokens, "int64") * spec.state_bytes < SERIAL_BELOW_BYTES)
@@ -110,7 +86,7 @@ def recurrent_scan(spec: RecurrentSpec):
             columns.write(turn, kept, page, offset, head, column)
             if row >= 0:
                 columns.update(turn, source, sink, True, recalls, ahead)
-                columns.answer(o, row, head, column)
+                columns.answer(a.o, row, head, column)
             else:
                 columns.update(turn, source, sink, False, recalls, ahead)
 
@@ -162,7 +138,7 @@ def recurrent_scan(spec: RecurrentSpec):
                     columns.copy(tile, Place(numbers, (sink_page, head), column))
 
         for _ in T.parallel(work.num_tasks, annotations=TASKS):
-            token = RecurrentToken(spec, q, kept, scale)
+            token = RecurrentToken(spec, a.q, kept, a.scale)
             all_columns = StateColumns(spec, wide, token)
             tile_columns = StateColumns(spec, narrow, token)
             tile = T.meta_var(Place(T.alloc_buffer((key_dim, narrow.width), F32), (), 0))

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal convolutions along the tokens, whose earlier rows lie in pages."""
 
+from dataclasses import replace
+
 from tvm.script import tirx as T
 
 from ...conv_spec import ConvSpec
 from ...define import attributes
-from ...layout import match_pages, slot_offset, slot_page
+from ...layout import slot_offset, slot_page
 from ...script import prim_func
 from ...semantics.decay import exp
-from ...signatures.arrays import match_int32, row_matcher
+from ...signatures.states import CAUSAL_CONV, ConvInputs
 from .. import scalars
 from ..components.requested_rows import RequestedRows
 from ..elements import run_length, store_floats
@@ -20,32 +22,20 @@ TOKENS = 8  # of a block, which share the weights
 
 
 def causal_conv(spec: ConvSpec):
-    """Build the kernel `causal_conv`; that of `cpu.recurrent.conv` has the arguments.
+    """Build the kernel `causal_conv`.
 
     A thread takes a few channels through a few tokens.
     """
     channels, width, page_size = spec.channels, spec.width, spec.page_size
-    match_rows, num_taps = row_matcher(spec.rows), spec.width - 1
+    num_taps = spec.width - 1
     run = run_length(channels)
     num_runs = channels // run
 
-    @prim_func(absent=() if spec.has_bias else ("var_bias",))
-    def causal_conv(
-        var_x: T.handle,
-        var_pages: T.handle,
-        var_tap_slots: T.handle,
-        var_weight: T.handle,
-        var_bias: T.handle,
-        var_out: T.handle,
-    ):
+    @prim_func(arguments=replace(CAUSAL_CONV, count_dtype="int32").of(spec, pages=spec.rows))
+    def causal_conv(a: ConvInputs):
         T.func_attr(attributes(spec.rows))
-        num_pages, num_tokens = T.int32(), T.int32()
-        x = match_rows(var_x, num_tokens, channels)
-        pages = match_pages(var_pages, num_pages, spec.rows)
-        tap_slots = match_int32(var_tap_slots, num_tokens, num_taps)
-        weight = match_rows(var_weight, channels, width)
-        bias = T.meta_var(match_rows(var_bias, channels) if spec.has_bias else None)
-        out = match_rows(var_out, num_tokens, channels)
+        x, pages, tap_slots, out = T.meta_var((a.x, a.pages, a.tap_slots, a.out))
+        num_tokens = T.meta_var(x.shape[0])
 
         grid = T.meta_var([-(-num_runs // THREADS), T.ceildiv(num_tokens, TOKENS)])
         with launch(grid, THREADS) as ((part, chunk), thread):
@@ -58,10 +48,10 @@ def causal_conv(spec: ConvSpec):
             rows = RequestedRows(run, spec.dtype, width)
 
             if channel < channels:
-                weights.request(weight.view(channels * width), (), channel * width)
+                weights.request(a.weight.view(channels * width), (), channel * width)
                 weights.take(filters)
                 if spec.has_bias:
-                    rows.request(bias, (), channel)
+                    rows.request(a.bias, (), channel)
                     rows.take(biases)
                 else:
                     for e in T.unroll(run):

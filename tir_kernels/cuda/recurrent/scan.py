@@ -13,10 +13,10 @@ from typing import NamedTuple
 from tvm.script import tirx as T
 
 from ...define import attributes
-from ...ingredients import Ingredients, match_ingredients
+from ...ingredients import Ingredients
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
-from ...signatures.arrays import match_int32, row_matcher, sizes
+from ...signatures.states import RECURRENT_SCAN, ScanInputs
 from ...spec import ITEMSIZE
 from ..components.recurrent_token import RecurrentToken
 from ..elements import load_floats, round_floats, store_floats
@@ -63,43 +63,24 @@ def tiling_of(spec: RecurrentSpec) -> Tiling:
 
 
 def recurrent_scan(spec: RecurrentSpec):
-    """Build the kernel `recurrent_scan`; that of `cpu.recurrent.scan` has the arguments."""
-    num_heads, key_dim, value_dim = spec.num_heads, spec.key_dim, spec.value_dim
-    match_rows, match_states = row_matcher(spec.rows), row_matcher(spec.rows, spec.state_dtype)
+    """Build the kernel `recurrent_scan`."""
+    num_heads, value_dim = spec.num_heads, spec.value_dim
     tiling = tiling_of(spec)
     num_tiles = -(-value_dim // tiling.width)  # of a head
     num_warps = math.gcd(num_heads * num_tiles, MAX_WARPS)
     is_partial = value_dim % tiling.width != 0
 
-    @prim_func
-    def recurrent_scan(
-        var_q: T.handle,
-        var_pages: T.handle,
-        var_states: T.handle,
-        var_segment_indptr: T.handle,
-        var_row_indptr: T.handle,
-        var_slots: T.handle,
-        var_rows: T.handle,
-        var_read_pages: T.handle,
-        var_write_pages: T.handle,
-        var_o: T.handle,
-        scale: T.float32,
-    ):
+    @prim_func(arguments=RECURRENT_SCAN.of(spec))
+    def recurrent_scan(a: ScanInputs):
         T.func_attr(attributes(spec.rows))
-        num_rows, num_pages, num_tokens, num_states, num_starts, num_segments = sizes(6)
-        q = match_rows(var_q, num_rows, spec.num_key_heads, key_dim)
-        pages = match_ingredients(var_pages, num_pages, spec)
-        states = match_states(var_states, num_states, num_heads, key_dim, value_dim)
-        segment_indptr = match_int32(var_segment_indptr, num_starts)
-        read_pages = match_int32(var_read_pages, num_segments)
-        row_indptr = match_int32(var_row_indptr, num_segments + 1)
-        slots = match_int32(var_slots, num_tokens)
-        rows = match_int32(var_rows, num_tokens)
-        write_pages = match_int32(var_write_pages, num_segments)
-        o = match_rows(var_o, num_rows, num_heads, value_dim)
-        kept = T.meta_var(Ingredients.of(pages, spec))
+        slots, rows, row_indptr = T.meta_var((a.slots, a.rows, a.row_indptr))
+        segment_indptr, read_pages, write_pages = T.meta_var(
+            (a.segment_indptr, a.read_pages, a.write_pages)
+        )
+        num_sequences = T.meta_var(segment_indptr.shape[0] - 1)
+        kept = T.meta_var(Ingredients.of(a.pages, spec))
 
-        grid = T.meta_var([num_starts - 1, num_heads * num_tiles // num_warps])
+        grid = T.meta_var([num_sequences, num_heads * num_tiles // num_warps])
         with launch(grid, num_warps * WARP) as ((sequence, part), thread):
             warp, lane = T.truncdiv(thread, WARP), T.truncmod(thread, WARP)
             tile = part * num_warps + warp
@@ -115,7 +96,7 @@ def recurrent_scan(spec: RecurrentSpec):
             state = T.alloc_local((tiling.rows, tiling.columns), F32, layout=None)
             sums = T.alloc_local((tiling.columns,), F32, layout=None)
             written = T.alloc_local((tiling.columns,), F32, layout=None)
-            token = RecurrentToken(spec, tiling.rows, tiling.columns, q, kept, scale)
+            token = RecurrentToken(spec, tiling.rows, tiling.columns, a.q, kept, a.scale)
 
             @inline
             def clear():
@@ -127,9 +108,9 @@ def recurrent_scan(spec: RecurrentSpec):
             def sum_up():
                 """Let all lanes of a group have the sums over all rows."""
                 for j in T.unroll(tiling.columns):
-                    sums[j] = over_lanes(sums[j], lambda a, b: a + b, tiling.groups)
+                    sums[j] = over_lanes(sums[j], lambda x, y: x + y, tiling.groups)
 
-            if sequence < num_starts - 1:
+            if sequence < num_sequences:
                 first_segment, end_segment = segment_indptr[sequence], segment_indptr[sequence + 1]
                 first_token, end_token = row_indptr[first_segment], row_indptr[end_segment]
                 row = -1
@@ -153,7 +134,7 @@ def recurrent_scan(spec: RecurrentSpec):
                             if source != held:
                                 for i in T.unroll(tiling.rows):
                                     at = T.meta_var((source, head, first_row + i, column))
-                                    values = T.meta_var(load_floats(states, at, tiling.columns))
+                                    values = T.meta_var(load_floats(a.states, at, tiling.columns))
                                     for j in T.unroll(tiling.columns):
                                         state[i, j] = values[j]
                         for n in range(begin, end):
@@ -193,13 +174,13 @@ def recurrent_scan(spec: RecurrentSpec):
                                 sum_up()
                                 if is_there != 0 and first_row == 0:
                                     at = T.meta_var((own_row, head, column))
-                                    store_floats(o, at, Registers.of(sums))
+                                    store_floats(a.o, at, Registers.of(sums))
                         if is_there != 0:
                             for i in T.unroll(tiling.rows):
                                 for j in T.unroll(tiling.columns):
                                     sums[j] = state[i, j]
                                 at = T.meta_var((sink, head, first_row + i, column))
-                                store_floats(states, at, Registers.of(sums))
+                                store_floats(a.states, at, Registers.of(sums))
                         held = sink
 
     return recurrent_scan

@@ -92,23 +92,23 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
 
     num_pages = 2 * -(-num_rows // PAGE)
     page_ids = rng.permutation(num_pages)
-    slots = (page_ids[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+    all_slots = (page_ids[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
     pages = tensor(num_pages, 2, KV_HEADS, PAGE, DIM)
     qkv, q = tensor(num_rows, FUSED, DIM), tensor(num_rows, HEADS, DIM)
     k, v = tensor(num_rows, KV_HEADS, DIM), tensor(num_rows, KV_HEADS, DIM)
-    positions, position_map = integers(np.arange(num_rows)), integers(slots[:num_rows])
+    positions, slots = integers(np.arange(num_rows)), integers(all_slots[:num_rows])
     query_indptr = integers([0, num_rows])
 
     def two_kernels(kernels):
         kernels["split_rotary"](qkv, positions, q, k, v, 1)
-        kernels["transpose_append"](pages, k, v, position_map)
+        kernels["transpose_append"](pages, k, v, slots)
 
     fused = 2 * num_rows * FUSED * DIM * itemsize
     yield Case(
         "rope_append",
         "copy",
         fused,
-        lambda: ours["rope_append"](qkv, query_indptr, positions, position_map, q, pages, 1),
+        lambda: ours["rope_append"](qkv, query_indptr, positions, slots, q, pages, 1),
         lambda: two_kernels(stock),
     )
 
@@ -125,7 +125,7 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
             "copy",
             append,
             functools.partial(page.append_paged_kv_cache, k, v, *places, pool, *table, layout),
-            lambda: stock["transpose_append"](pages, k, v, position_map),
+            lambda: stock["transpose_append"](pages, k, v, slots),
         )
 
     o, o_other = tensor(num_rows, HEADS, DIM), tensor(num_rows, HEADS, DIM)
@@ -150,7 +150,7 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
         lambda: stock["merge"](o, lse, o_other, lse_other),
     )
 
-    pairs = integers(np.stack([slots[:num_rows], slots[-num_rows:]]))
+    pairs = integers(np.stack([all_slots[:num_rows], all_slots[-num_rows:]]))
     yield Case(
         "compact_copy",
         "copy",

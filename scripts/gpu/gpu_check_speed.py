@@ -235,9 +235,9 @@ class Speed:
                 continue
             k, v = (batch.normal(STEP_BATCH, shape.num_kv_heads, shape.head_dim) for _ in range(2))
             k, v = map(tvm_ffi.from_dlpack, (k, v))
-            _, positions, position_map, q, pages = fixed
+            _, positions, slots, q, pages = fixed
 
-            def run_stock(x, rotate=rotate, append=append, k=k, v=v, p=positions, m=position_map,
+            def run_stock(x, rotate=rotate, append=append, k=k, v=v, p=positions, m=slots,
                           q=q, pages=pages):  # fmt: skip
                 rotate(x, p, q, k, v, 1)
                 append(pages, k, v, m)

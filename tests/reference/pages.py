@@ -21,11 +21,11 @@ def gather_slots(pages: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.n
     return rows[:, 0], rows[:, 1]
 
 
-def append(pages: np.ndarray, k: np.ndarray, v: np.ndarray, position_map: np.ndarray) -> np.ndarray:
-    """A copy of `pages` with ``k, v [T, Hk, D]`` written at the slots of ``position_map [T]``."""
+def append(pages: np.ndarray, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """A copy of `pages` with ``k, v [T, Hk, D]`` written at the slots of ``slots [T]``."""
     pages = pages.copy()
     page_size = pages.shape[3]
-    for row, slot in enumerate(position_map):
+    for row, slot in enumerate(slots):
         if slot >= 0:
             pages[slot // page_size, 0, :, slot % page_size] = k[row].astype(pages.dtype)
             pages[slot // page_size, 1, :, slot % page_size] = v[row].astype(pages.dtype)

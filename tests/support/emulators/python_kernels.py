@@ -36,9 +36,9 @@ def _inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets):
     return _rope(rope_theta, dim, rope_scale), view(q_positions), view(k_offsets)
 
 
-def transpose_append(pages, k, v, position_map):
+def transpose_append(pages, k, v, slots):
     pages = view(pages)
-    pages[...] = reference.append(pages, view(k), view(v), view(position_map))
+    pages[...] = reference.append(pages, view(k), view(v), view(slots))
 
 
 def split_rotary(qkv, positions, q, k, v, apply_rope):
@@ -55,22 +55,22 @@ def split_rotary(qkv, positions, q, k, v, apply_rope):
     v[...] = qkv[:, num_qo_heads + num_kv_heads :]
 
 
-def rope_append(qkv, query_indptr, positions, position_map, q, pages, apply_rope):
+def rope_append(qkv, query_indptr, positions, slots, q, pages, apply_rope):
     qkv = view(qkv)
     num_qo_heads, num_kv_heads = view(q).shape[1], view(pages).shape[2]
     k = tvm.runtime.tensor(qkv[:, num_qo_heads : num_qo_heads + num_kv_heads].copy())
     v = tvm.runtime.tensor(qkv[:, num_qo_heads + num_kv_heads :].copy())
     assert view(query_indptr)[-1] == len(qkv)
     split_rotary(tvm.runtime.tensor(qkv.copy()), positions, q, k, v, apply_rope)
-    transpose_append(pages, k, v, position_map)
+    transpose_append(pages, k, v, slots)
 
 
 def append_prefill(
-    qkv, query_indptr, rope_positions, position_map, pages, page_indptr, page_ids, length_info,
+    qkv, query_indptr, rope_positions, slots, pages, page_indptr, page_ids, length_info,
     k_offsets, q_positions, o, lse, apply_rope, sm_scale,
 ):  # fmt: skip
     q = tvm.runtime.tensor(np.zeros_like(view(o)))
-    rope_append(qkv, query_indptr, rope_positions, position_map, q, pages, apply_rope)
+    rope_append(qkv, query_indptr, rope_positions, slots, q, pages, apply_rope)
     prefill(
         q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
         1, 0, 1.0, 1e4, sm_scale,
@@ -185,8 +185,8 @@ def copy_pages(pages, copies):
         copy_single_page(pages, *copy)
 
 
-def transpose_append_mla(pages, kv, position_map):
-    pages, slots = view(pages), view(position_map)
+def transpose_append_mla(pages, kv, slots):
+    pages, slots = view(pages), view(slots)
     pages.reshape(-1, pages.shape[2])[slots[slots >= 0]] = view(kv)[slots >= 0]
 
 

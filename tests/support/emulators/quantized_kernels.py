@@ -115,26 +115,26 @@ class QuantizedLayer:
 
         kernel(*map(converted, args))
 
-    def _transpose_append(self, pages, k, v, position_map) -> None:
+    def _transpose_append(self, pages, k, v, slots) -> None:
         pages, rows = view(pages), np.stack([view(k), view(v)], axis=1)
-        for row, slot in zip(rows, view(position_map), strict=True):
+        for row, slot in zip(rows, view(slots), strict=True):
             if slot >= 0:
                 page, offset = divmod(int(slot), self.page_size)
                 self.write(pages, (page, ..., offset, slice(None)), row)
 
-    def _transpose_append_mla(self, pages, kv, position_map) -> None:
+    def _transpose_append_mla(self, pages, kv, slots) -> None:
         pages = view(pages)
-        for row, slot in zip(view(kv), view(position_map), strict=True):
+        for row, slot in zip(view(kv), view(slots), strict=True):
             if slot >= 0:
                 self.write(pages, divmod(int(slot), self.page_size), row)
 
-    def _debug_get_kv(self, pages, position_map, k, v, layer) -> None:
-        slots, numbers = view(position_map), self.numbers(view(pages))
+    def _debug_get_kv(self, pages, slots, k, v, layer) -> None:
+        slots, numbers = view(slots), self.numbers(view(pages))
         rows = numbers[slots // self.page_size, :, :, slots % self.page_size]
         view(k)[layer], view(v)[layer] = rows[:, 0], rows[:, 1]
 
-    def _debug_get_kv_mla(self, pages, position_map, kv, layer) -> None:
-        slots, numbers = view(position_map), self.numbers(view(pages))
+    def _debug_get_kv_mla(self, pages, slots, kv, layer) -> None:
+        slots, numbers = view(slots), self.numbers(view(pages))
         view(kv)[layer] = numbers[slots // self.page_size, slots % self.page_size]
 
     def _copy_single_page(self, pages, source, destination, length) -> None:

@@ -24,6 +24,7 @@ from cuda_machine_code import (
 )
 
 import tir_kernels
+from tir_kernels.catalogue import kernels_of
 from tir_kernels.conv_spec import ConvSpec
 from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
 from tir_kernels.cuda.tiles.tiling import Tiling
@@ -171,7 +172,8 @@ def ungated() -> list[str]:
         for name in CONFIGURATIONS
         for kernel in tir_kernels.kernel_names(spec_of(name), for_stock=True)
     }
-    return [name for name in tir_kernels.names_for(CudaTarget()) if name not in gated]
+    attention = KernelSpec(1, 1, 64, 64, target=CudaTarget())
+    return [k.name for k in kernels_of(attention) if k.name not in gated]
 
 
 def ahead_bytes(code: MachineCode, spec: KernelSpec) -> int:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from cuda_machine_code import MachineCode
 
+from tir_kernels.catalogue import KERNELS
 from tir_kernels.conv_spec import ConvSpec
-from tir_kernels.cuda.builders import BUILDERS as ATTENTION
 from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import KernelSpec
 
 KIB = 1024
+ATTENTION = frozenset(name for name, kernel in KERNELS.items() if kernel.attends)
 RECURRENT = ("recurrent_scan", "causal_conv")  # all that are in neither move rows
 MAX_REGISTERS = 255  # of a thread, for kernels that keep sums or states there
 MAX_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time

@@ -168,8 +168,8 @@ def test_python_chooses_and_creates(bundle):
 
 def test_every_layer_has_its_kernels(monkeypatch, tmp_path):
     """Layers that differ have kernel sets of their own."""
-    few = {name: tir_kernels.BUILDERS[name] for name in ("merge", "copy_single_page")}
-    monkeypatch.setattr(tir_kernels, "BUILDERS", few)
+    few = {name: tir_kernels.catalogue.KERNELS[name] for name in ("merge", "copy_single_page")}
+    monkeypatch.setattr(tir_kernels.catalogue, "KERNELS", few)
     layers = [pkv.LayerSpec(), pkv.LayerSpec(num_qo_heads=6), pkv.LayerSpec()]
     config = pkv.KVCacheConfig(3, 4, 2, 32, dtype="bfloat16", layers=layers, layer_indptr=[0, 2, 3])
     path = pkv.write_bundle(config, tmp_path / "b")

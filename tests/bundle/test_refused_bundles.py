@@ -147,8 +147,8 @@ def test_what_cannot_be_written(bundle, tmp_path, capsys):
 
 @pytest.mark.skipif(not IS_X86, reason="needs a compiler for another architecture")
 def test_other_architectures_need_a_linker(monkeypatch, tmp_path):
-    few = {name: tir_kernels.BUILDERS[name] for name in ("merge", "copy_single_page")}
-    monkeypatch.setattr(tir_kernels, "BUILDERS", few)
+    few = {name: tir_kernels.catalogue.KERNELS[name] for name in ("merge", "copy_single_page")}
+    monkeypatch.setattr(tir_kernels.catalogue, "KERNELS", few)
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     config = pkv.KVCacheConfig(1, 2, 2, 32, dtype="float16")

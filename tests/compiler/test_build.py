@@ -48,8 +48,8 @@ def make_config(**changes) -> KVCacheConfig:
 @pytest.fixture
 def cache_dir(tmp_path, monkeypatch) -> Path:
     """An empty folder for compiled kernels, and two small kernels to compile."""
-    few = {name: tir_kernels.BUILDERS[name] for name in ("merge", "copy_single_page")}
-    monkeypatch.setattr(tir_kernels, "BUILDERS", few)
+    few = {name: tir_kernels.catalogue.KERNELS[name] for name in ("merge", "copy_single_page")}
+    monkeypatch.setattr(tir_kernels.catalogue, "KERNELS", few)
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -167,7 +167,7 @@ def test_layers_that_are_alike_share_a_set(cache_dir):
     built = build_kernels(make_config(num_layers=4, layers=layers))
     assert built.layer_sets == (0, 1, 0, 2)
     assert len(built.sets) == 3
-    assert all(set(kernels) == set(tir_kernels.BUILDERS) for kernels in built.sets)
+    assert all(set(kernels) == set(tir_kernels.catalogue.KERNELS) for kernels in built.sets)
     with pytest.raises(ValueError, match="3 kernel sets"):
         _ = built.kernels
 
@@ -261,13 +261,14 @@ def test_two_processes_at_once(cache_dir, monkeypatch):
         "import tir_kernels\n"
         "from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig\n"
         "from tvm_pagedkv.compiler.build import build_kernels\n"
-        "tir_kernels.BUILDERS = {'merge': tir_kernels.BUILDERS['merge']}\n"
+        "tir_kernels.catalogue.KERNELS = {'merge': tir_kernels.catalogue.KERNELS['merge']}\n"
         f"build_kernels({make_config()!r}).kernels['merge']\n"
     )
     environment = os.environ | {"PYTHONPATH": path_of_children()}
     processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    monkeypatch.setattr(tir_kernels, "BUILDERS", {"merge": tir_kernels.BUILDERS["merge"]})
+    few = {"merge": tir_kernels.catalogue.KERNELS["merge"]}
+    monkeypatch.setattr(tir_kernels.catalogue, "KERNELS", few)
     check_merge(build_kernels(make_config()).kernels)
     assert len(list(cache_dir.glob("*.so"))) == 1
 

@@ -65,7 +65,8 @@ def test_llvm_is_asked_once_for_the_features_of_a_target(monkeypatch):
 @needs_avx2
 def test_machines_that_share_a_folder_have_files_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tir_kernels, "BUILDERS", {"merge": tir_kernels.BUILDERS["merge"]})
+    few = {"merge": tir_kernels.catalogue.KERNELS["merge"]}
+    monkeypatch.setattr(tir_kernels.catalogue, "KERNELS", few)
     seen: set[Path] = set()
     targets_seen: set[str] = set()
     for features in ("", " ".join(targets.required_features(resolve_target("x86-64-v3"))), None):

@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 
 from tir_kernels.cuda.attention import decode
-from tir_kernels.cuda.builders import BUILDERS
 from tir_kernels.cuda.components.group_states import GroupStates
 from tir_kernels.cuda.components.logits import Logits
 from tir_kernels.cuda.components.page_schedule import PageSchedule
@@ -78,7 +77,6 @@ def test_every_mistake_can_be_made(monkeypatch):
 @pytest.mark.parametrize("mistake", every_nth(MISTAKES, 6), ids=str)
 def test_mistakes(mistake, monkeypatch):
     mistake.make(monkeypatch)
-    monkeypatch.setitem(BUILDERS, "decode", decode.decode)
     with altered_kernels():
         assert not is_right(check)
 

@@ -145,8 +145,8 @@ def test_what_is_true_of_an_object_is_an_attribute():
 def test_compilation_is_logged(tmp_path, monkeypatch, caplog):
     import tir_kernels
 
-    few = {"merge": tir_kernels.BUILDERS["merge"]}
-    monkeypatch.setattr(tir_kernels, "BUILDERS", few)
+    few = {"merge": tir_kernels.catalogue.KERNELS["merge"]}
+    monkeypatch.setattr(tir_kernels.catalogue, "KERNELS", few)
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
     config = pkv.KVCacheConfig(num_layers=1, num_qo_heads=4, num_kv_heads=2, qk_head_dim=8)
     caplog.set_level(logging.INFO, "tvm_pagedkv")

@@ -26,13 +26,10 @@ MIN_STATE_RUNS = 8  # of 128 bits, that a thread keeps of a recurrent layer's st
 # runs: with programmatic dependent launch it may begin before those that write its arguments have
 # ended. The copy of an array is no kernel, so whatever follows it in the stream waits for its end.
 COPIED_ARRAYS = frozenset(
-    [
-        *("query_indptr", "kv_indptr", "page_indptr", "page_ids", "length_info", "window_info"),
-        *("window_matrix", "first_positions", "query_positions", "rope_positions"),
-        *("row_indptr", "row_ids", "tree_order_indptr", "tree_order", "copies"),
-        *("length_indptr", "src_dst_slots", "row_reach"),
-        *("segment_indptr", "slots", "rows", "read_pages", "write_pages", "tap_slots"),
-    ]
+    name
+    for kernel in KERNELS.values()
+    for name in kernel.signature.names
+    if kernel.gpu and kernel.signature.argument(name).is_int32_array
 )
 # Of quantized rows: the lanes of a warp have a few numbers each, side by side.
 _ROWS_OF_WARPS = ("transpose_append", "transpose_append_mla", "debug_get_kv", "debug_get_kv_mla")

@@ -43,6 +43,11 @@ class Argument:
         """Return the type of the kernel's parameter."""
         return "handle" if self.shape else self.dtype
 
+    @property
+    def is_int32_array(self) -> bool:
+        """Whether it is an int32 array."""
+        return bool(self.shape) and self.dtype == "int32"
+
 
 def array(shape: str, dtype: str, *, needs: Callable[[Any], bool] | None = None) -> Any:
     """Declare an array: a field of a dataclass, which is None in kernels without it.

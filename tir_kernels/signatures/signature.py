@@ -51,6 +51,10 @@ class Signature:
         if unknown:
             raise ValueError(f"{self.inputs.__name__} declares no {', '.join(sorted(unknown))}")
 
+    def argument(self, name: str) -> Argument:
+        """Return the declaration of an argument."""
+        return arguments_of(self.inputs)[name]
+
     def without(self, *names: str, lengths: Lengths | None = None) -> Signature:
         """Return the signature without some arguments, and with a form of `length_info`."""
         unknown = set(names) - set(self.names)

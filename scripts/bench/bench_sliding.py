@@ -46,7 +46,7 @@ def cases_of(batch: int, rows: int, window: int) -> list[Case]:
 
 
 def with_sinks(case: Case, window: int, arguments: tuple) -> tuple:
-    """The arguments of `case` for sequences with a window: a longer length_info."""
+    """The arguments of `case` for sequences with a window: longer `lengths`."""
     import tvm
 
     at = 4 if case.kind == "decode" else 5

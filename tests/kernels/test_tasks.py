@@ -160,7 +160,7 @@ def cost_kernel(spec):
                 batch_size=T.int32(1),
                 query_indptr=query_indptr,
                 page_indptr=page_indptr,
-                length_info=lengths,
+                lengths=lengths,
                 mask=CausalMask(0),
             )
         )

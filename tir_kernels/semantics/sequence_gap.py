@@ -15,7 +15,7 @@ class SequenceGap:
 
     Parameters
     ----------
-    lengths : visibility.WholeSequence
+    sequences : visibility.WholeSequence
 
     Attributes
     ----------
@@ -23,16 +23,16 @@ class SequenceGap:
         Those that hold the gap; none where sequences drop nothing.
     """
 
-    def __init__(self, lengths: WholeSequence):
-        self.lengths, self.fields, self.gap = lengths, (), NoGap()
-        if lengths.has_gaps:
+    def __init__(self, sequences: WholeSequence):
+        self.sequences, self.fields, self.gap = sequences, (), NoGap()
+        if sequences.has_gaps:
             self.fields = tuple(T.local_scalar("int32") for _ in range(3))
-            self.gap = Gap(*self.fields, lengths.index_temp)
+            self.gap = Gap(*self.fields, sequences.index_temp)
 
     def begin(self, sequence) -> None:
         """Load the gap of a sequence."""
         if self.fields:
-            gap = self.lengths.gap(sequence)
+            gap = self.sequences.gap(sequence)
             for field, value in zip(self.fields, (gap.sinks, gap.begin, gap.back), strict=True):
                 T.buffer_store(buffer_of(field), value, [0])
 

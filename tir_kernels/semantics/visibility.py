@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visibility of positions, and the sequences that `length_info` describes, at parse time.
+"""Visibility of positions, and the sequences that `lengths` describes, at parse time.
 
 A skeleton asks for lengths, slots and visible columns and knows nothing else about them, so a new
 kind of window is a new object here and leaves the skeletons alone.
@@ -20,12 +20,12 @@ NO_LIMIT = (1 << 31) - 1
 
 
 class WholeSequence:
-    """Lengths where ``length_info[b]`` is the number of valid slots in the last page of b."""
+    """Lengths where ``lengths[b]`` is the number of valid slots in the last page of b."""
 
     has_gaps = False
 
-    def __init__(self, spec, length_info, index_temp: Callable):
-        self.page_size, self.info, self.index_temp = spec.page_size, length_info, index_temp
+    def __init__(self, spec, lengths, index_temp: Callable):
+        self.page_size, self.info, self.index_temp = spec.page_size, lengths, index_temp
 
     def kv_len(self, sequence, num_pages):
         """Positions that `sequence`, which has `num_pages` pages, holds."""
@@ -145,7 +145,7 @@ class GappedSequence(WholeSequence):
 
     Parameters
     ----------
-    a : the kernel's arguments, of them `length_info`: with `Lengths.WINDOWS` rows of B numbers
+    a : the kernel's arguments, of them `lengths`: with `Lengths.WINDOWS` rows of B numbers
 
         * slots in use of the last page; this row may be the only one;
         * the slot, counted from the first page, behind the dropped positions;
@@ -160,8 +160,8 @@ class GappedSequence(WholeSequence):
 
     def __init__(self, spec, a, index_temp: Callable):
         self.batch_size = a.batch_size
-        self.matrix = a.length_info if a.length_form is Lengths.MATRIX else None
-        super().__init__(spec, None if self.matrix is not None else a.length_info, index_temp)
+        self.matrix = a.lengths if a.length_form is Lengths.MATRIX else None
+        super().__init__(spec, None if self.matrix is not None else a.lengths, index_temp)
         if self.matrix is None:
             size = self.info.shape[0]
             known = T.Or(size == 3 * a.batch_size, size == 4 * a.batch_size)
@@ -190,8 +190,8 @@ class GappedSequence(WholeSequence):
         return Gap(sinks, begin, back, self.index_temp)
 
 
-def lengths_of(spec, a, index_temp: Callable) -> WholeSequence:
-    """The lengths of the sequences that the arguments of a kernel tell.
+def sequences_of(spec, a, index_temp: Callable) -> WholeSequence:
+    """The sequences, with their lengths, that the arguments of a kernel tell.
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ def lengths_of(spec, a, index_temp: Callable) -> WholeSequence:
     if isinstance(a, RaggedInputs):
         return RaggedSequence()
     if a.length_form is Lengths.LAST_PAGE:
-        return WholeSequence(spec, a.length_info, index_temp)
+        return WholeSequence(spec, a.lengths, index_temp)
     return GappedSequence(spec, a, index_temp)
 
 

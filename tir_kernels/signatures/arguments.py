@@ -13,7 +13,7 @@ PAGES = "pages"  # the type and the shape of pages, which `layout` knows
 
 
 class Lengths(enum.Enum):
-    """The forms of `length_info`, by their shapes."""
+    """The forms of `lengths`, by their shapes."""
 
     LAST_PAGE = ("B",)  # slots in use of the last page
     WINDOWS = ("L",)  # B, 3 * B or 4 * B numbers, see `visibility.GappedSequence`

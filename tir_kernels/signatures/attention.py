@@ -21,7 +21,7 @@ _LAST = "window", "sink_logits"
 # One row of Q for each sequence, over pages.
 DECODE_SLIDING = Signature(
     PagedInputs,
-    ("q", *_PAGES, "length_info", *_POSITIONS, *_OUTPUT, *_ROTATION, "sm_scale", *_LAST),
+    ("q", *_PAGES, "lengths", *_POSITIONS, *_OUTPUT, *_ROTATION, "sm_scale", *_LAST),
     Lengths.LAST_PAGE,
     has_one_row=True,
 )
@@ -29,7 +29,7 @@ DECODE = DECODE_SLIDING.without("window", lengths=Lengths.WINDOWS)
 DECODE_WINDOWED = DECODE_SLIDING.without("window", lengths=Lengths.MATRIX)
 
 # Any number of rows for each sequence, over pages.
-_OF_ROWS = "q", "query_indptr", *_PAGES, "length_info", *_POSITIONS, *_OUTPUT
+_OF_ROWS = "q", "query_indptr", *_PAGES, "lengths", *_POSITIONS, *_OUTPUT
 PREFILL_SPANS_SLIDING = Signature(
     PagedInputs,
     (*_OF_ROWS, "causal", *_ROTATION, "sm_scale", "row_reach", *_LAST),
@@ -82,7 +82,7 @@ MLA_PREFILL_SHARED = PREFILL_SHARED.without(*_POSITIONS, *_ROTATION)
 APPEND_PREFILL = Signature(
     FusedInputs,
     (
-        *("qkv", "query_indptr", "rope_positions", "slots", *_PAGES, "length_info", *_POSITIONS),
+        *("qkv", "query_indptr", "rope_positions", "slots", *_PAGES, "lengths", *_POSITIONS),
         *(*_OUTPUT, "apply_rope", "sm_scale", "sink_logits"),
     ),
     Lengths.WINDOWS,

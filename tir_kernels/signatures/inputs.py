@@ -33,8 +33,8 @@ class AttentionInputs:
 
     Parameters
     ----------
-    lengths : visibility.WholeSequence, optional
-        The lengths of the sequences, and what they have dropped.
+    sequences : visibility.WholeSequence, optional
+        The sequences: their lengths, and what they have dropped.
     mask : visibility.CausalMask, optional
         Which columns a row sees.
     rope : optional
@@ -75,7 +75,7 @@ class AttentionInputs:
 
     batch_size: Any = None
     length_form: Lengths | None = None
-    lengths: Any = None
+    sequences: Any = None
     mask: Any = None
     rope: Any = None
     tree: Any = None
@@ -95,7 +95,7 @@ class PagedInputs(AttentionInputs):
     page_indptr: Any = array("[B + 1]", "int32")
     page_ids: Any = array("[N]", "int32")
     # How many slots of the pages hold something.
-    length_info: Any = array("[lengths]", "int32")
+    lengths: Any = array("[lengths]", "int32")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class Signature:
     names : tuple of str
         Fields of `inputs`. A spec may do without some of them, see `Argument.needs`.
     lengths : Lengths, optional
-        The form of the argument `length_info`, in kernels that have it.
+        The form of the argument `lengths`, in kernels that have it.
     has_one_row : bool
         Whether each sequence has one row of Q, so that T is B.
     count_dtype : str
@@ -56,7 +56,7 @@ class Signature:
         return arguments_of(self.inputs)[name]
 
     def without(self, *names: str, lengths: Lengths | None = None) -> Signature:
-        """Return the signature without some arguments, and with a form of `length_info`."""
+        """Return the signature without some arguments, and with a form of `lengths`."""
         unknown = set(names) - set(self.names)
         if unknown:
             raise ValueError(f"the signature has no {', '.join(sorted(unknown))}")

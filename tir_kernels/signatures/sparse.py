@@ -7,7 +7,7 @@ from .arguments import Lengths
 from .inputs import BoundsInputs, IndexInputs, ListedInputs
 from .signature import Signature
 
-_PAGES = "pages", "page_indptr", "page_ids", "length_info"
+_PAGES = "pages", "page_indptr", "page_ids", "lengths"
 _OUTPUT = "o", "lse", "sm_scale"
 
 ATTEND_LISTED = Signature(

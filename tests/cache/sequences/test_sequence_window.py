@@ -288,7 +288,7 @@ def test_shared_kv():
 
 @pytest.mark.parametrize("aux_manager", ["merged", "plain"])
 def test_kernels_of_the_stock_cache_get_a_matrix(aux_manager):
-    """Where the kernels for windows are stock ones: ``length_info [3, B]``, and only if needed."""
+    """Where the kernels for windows are stock ones: ``lengths [3, B]``, and only if needed."""
     seen = []
 
     def record(name):

@@ -66,41 +66,41 @@ def rope_append(qkv, query_indptr, positions, slots, q, pages, apply_rope):
 
 
 def append_prefill(
-    qkv, query_indptr, rope_positions, slots, pages, page_indptr, page_ids, length_info,
+    qkv, query_indptr, rope_positions, slots, pages, page_indptr, page_ids, lengths,
     k_offsets, q_positions, o, lse, apply_rope, sm_scale,
 ):  # fmt: skip
     q = tvm.runtime.tensor(np.zeros_like(view(o)))
     rope_append(qkv, query_indptr, rope_positions, slots, q, pages, apply_rope)
     prefill(
-        q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
+        q, query_indptr, pages, page_indptr, page_ids, lengths, k_offsets, q_positions, o, lse,
         1, 0, 1.0, 1e4, sm_scale,
     )  # fmt: skip
 
 
 def prefill(
-    q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
+    q, query_indptr, pages, page_indptr, page_ids, lengths, k_offsets, q_positions, o, lse,
     causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None, *, softcap=None,
     slopes=None,
 ):  # fmt: skip
     dim, alibi = view(q).shape[2], _alibi(slopes, q_positions, k_offsets)
-    lengths = view(length_info).reshape(-1, len(view(query_indptr)) - 1)
-    if len(lengths) > 1:
+    windows = view(lengths).reshape(-1, len(view(query_indptr)) - 1)
+    if len(windows) > 1:
         view(o)[...], view(lse)[...] = reference_window.paged_attention(
-            view(q), view(query_indptr), view(pages), view(page_indptr), view(page_ids), lengths,
+            view(q), view(query_indptr), view(pages), view(page_indptr), view(page_ids), windows,
             sm_scale, causal=bool(causal), softcap=softcap, alibi=alibi,
             inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
         )  # fmt: skip
         return
     view(o)[...], view(lse)[...] = reference.paged_attention(
         view(q), view(query_indptr), view(pages), view(page_indptr), view(page_ids),
-        view(length_info), sm_scale, causal=bool(causal), window=window, k_offsets=view(k_offsets),
+        view(lengths), sm_scale, causal=bool(causal), window=window, k_offsets=view(k_offsets),
         softcap=softcap, alibi=alibi,
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
     )  # fmt: skip
 
 
 def decode(
-    q, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
+    q, pages, page_indptr, page_ids, lengths, k_offsets, q_positions, o, lse,
     rotary_mode, rope_scale, rope_theta, sm_scale, window=None, **extras,
 ):  # fmt: skip
     indptr = tvm.runtime.tensor(np.arange(len(view(q)) + 1, dtype="int32"))
@@ -109,10 +109,10 @@ def decode(
     is_past = False
     if window is not None and window < 0:
         num_pages, page_size = np.diff(view(page_indptr)), view(pages).shape[3]
-        kv_lens = np.where(num_pages > 0, (num_pages - 1) * page_size + view(length_info), 0)
+        kv_lens = np.where(num_pages > 0, (num_pages - 1) * page_size + view(lengths), 0)
         is_past = bool((view(q_positions) - view(k_offsets) >= kv_lens).all())
     prefill(
-        q, indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
+        q, indptr, pages, page_indptr, page_ids, lengths, k_offsets, q_positions, o, lse,
         int(not is_past), rotary_mode, rope_scale, rope_theta, sm_scale, window, **extras,
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def mla_prefill(
     pages,
     page_indptr,
     page_ids,
-    length_info,
+    lengths,
     o,
     lse,
     causal,
@@ -205,7 +205,7 @@ def mla_prefill(
 ):
     view(o)[...], view(lse)[...] = reference.mla_paged_attention(
         view(q), view(query_indptr), view(pages), view(page_indptr), view(page_ids),
-        view(length_info), view(o).shape[2], sm_scale, causal=bool(causal), window=window,
+        view(lengths), view(o).shape[2], sm_scale, causal=bool(causal), window=window,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def _attend(
 
 
 def tree_paged(
-    q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
+    q, query_indptr, pages, page_indptr, page_ids, lengths, k_offsets, q_positions, o, lse,
     rotary_mode, rope_scale, rope_theta, sm_scale, order_indptr, order, window=None, **extras,
 ):  # fmt: skip
     q_positions, k_offsets, width = view(q_positions), view(k_offsets), view(q).shape[2]
@@ -79,16 +79,16 @@ def tree_paged(
         return q_rows, k, q_positions[rows], positions
 
     def kv_of(b):
-        slots = _slots(b, page_indptr, page_ids, length_info, view(pages).shape[3])
+        slots = _slots(b, page_indptr, page_ids, lengths, view(pages).shape[3])
         return reference.gather_slots(view(pages), slots)
 
     _attend(q, query_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust, **extras)
 
 
-def _slots(b, page_indptr, page_ids, length_info, page_size):
+def _slots(b, page_indptr, page_ids, lengths, page_size):
     indptr = view(page_indptr)
     page_ids = view(page_ids)[indptr[b] : indptr[b + 1]]
-    return reference.sequence_slots(page_ids, view(length_info)[b], page_size)
+    return reference.sequence_slots(page_ids, view(lengths)[b], page_size)
 
 
 def tree(
@@ -116,13 +116,13 @@ def tree(
 
 
 def mla_tree(
-    q, query_indptr, pages, page_indptr, page_ids, length_info, o, lse, sm_scale,
+    q, query_indptr, pages, page_indptr, page_ids, lengths, o, lse, sm_scale,
     order_indptr, order, adjust=lambda b, rows, tree, q_rows, k: (q_rows, k),
 ):  # fmt: skip
     pages, width = view(pages), view(o).shape[2]
 
     def kv_of(b):
-        slots = _slots(b, page_indptr, page_ids, length_info, pages.shape[1])
+        slots = _slots(b, page_indptr, page_ids, lengths, pages.shape[1])
         k = pages[slots // pages.shape[1], slots % pages.shape[1]][:, None]
         return k, k[..., :width]
 
@@ -130,7 +130,7 @@ def mla_tree(
 
 
 def mla_tree_sliding(
-    q, query_indptr, pages, page_indptr, page_ids, length_info, k_offsets, q_positions, o, lse,
+    q, query_indptr, pages, page_indptr, page_ids, lengths, k_offsets, q_positions, o, lse,
     sm_scale, order_indptr, order, window,
 ):  # fmt: skip
     q_positions, k_offsets = view(q_positions), view(k_offsets)
@@ -141,7 +141,7 @@ def mla_tree_sliding(
         return q_rows, k
 
     mla_tree(
-        q, query_indptr, pages, page_indptr, page_ids, length_info, o, lse, sm_scale, order_indptr,
+        q, query_indptr, pages, page_indptr, page_ids, lengths, o, lse, sm_scale, order_indptr,
         order, hide,
     )  # fmt: skip
 

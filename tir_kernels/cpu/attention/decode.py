@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
-from ...semantics.visibility import CausalMask, WindowMask, lengths_of
+from ...semantics.visibility import CausalMask, WindowMask, sequences_of
 from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
 from ...signatures.inputs import PagedInputs
 from ...signatures.signature import Signature
@@ -41,8 +41,8 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
     ----------
     spec : KernelSpec
     a : PagedInputs
-        With views of the pages, `lengths`, `mask` and `rope`. With `ListedRows`, rows of Q are its
-        sequences, and its pages positions.
+        With views of the pages, `sequences`, `mask` and `rope`. With `ListedRows`, rows of Q are
+        its sequences, and its pages positions.
     ops : operands object
         As `kv_operands.single_row_operands` chooses it.
     kind : type
@@ -132,9 +132,9 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
         mask = T.meta_var(
             CausalMask(1) if matched.window is None else WindowMask(1, matched.window)
         )
-        lens = T.meta_var(lengths_of(spec, matched, index_temp))
+        sequences = T.meta_var(sequences_of(spec, matched, index_temp))
         a = T.meta_var(
-            replace(matched, pages=view_pages(matched.pages, spec), lengths=lens, mask=mask)
+            replace(matched, pages=view_pages(matched.pages, spec), sequences=sequences, mask=mask)
         )
         attend(spec, replace(a, rope=rotation_of(spec, a)), ops)
 
@@ -142,7 +142,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
 
 
 def decode_windowed(spec: KernelSpec):
-    """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    """Build `decode` with ``lengths [3, B]``, as the stock cache passes it for windows."""
     return decode(spec, DECODE_WINDOWED)
 
 

@@ -103,7 +103,7 @@ class SequenceTiles:
         self.first_page = self.a.page_indptr[self.sequence]
         self.last_page = self.a.page_indptr[self.sequence + 1] - 1
         num_pages = self.last_page - self.first_page + 1
-        held = (num_pages - 1) * self.spec.page_size + self.a.length_info[self.sequence]
+        held = (num_pages - 1) * self.spec.page_size + self.a.lengths[self.sequence]
         self.kv_len = T.if_then_else(num_pages > 0, held, 0)
 
     def end_of(self, row):

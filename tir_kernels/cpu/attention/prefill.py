@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
-from ...semantics.visibility import CausalMask, lengths_of, mask_of
+from ...semantics.visibility import CausalMask, mask_of, sequences_of
 from ...signatures.attention import (
     PREFILL,
     PREFILL_RAGGED,
@@ -115,8 +115,8 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
         first_kv = indptr[tiles.sequence]
         num_kv = indptr[tiles.sequence + 1] - first_kv
         source = T.meta_var(kv_rows(spec, a, first_kv, num_kv, tiles.head))
-        kv_len = a.lengths.kv_len(tiles.sequence, num_kv)
-        gap = T.meta_var(a.lengths.gap(tiles.sequence))
+        kv_len = a.sequences.kv_len(tiles.sequence, num_kv)
+        gap = T.meta_var(a.sequences.gap(tiles.sequence))
         k_offset = a.first_positions[tiles.sequence]
         a.rope.begin_sequence(k_offset + kv_len - gap.num_dropped)
         mask.begin_sequence(tiles.sequence, kv_len)
@@ -171,10 +171,10 @@ def kv_rows(spec: KernelSpec, a: AttentionInputs, first, count, head):
 def described(
     spec: KernelSpec, a: AttentionInputs, prepare: Callable = lambda a: a
 ) -> AttentionInputs:
-    """The inputs with lengths, rotation, and mask or trees, after what `prepare` emits."""
+    """The inputs with sequences, rotation, and mask or trees, after what `prepare` emits."""
     if isinstance(a, PagedInputs):
         a = prepare(replace(a, pages=view_pages(a.pages, spec)))
-    a = replace(a, lengths=lengths_of(spec, a, index_temp), rope=a.rope or rotation_of(spec, a))
+    a = replace(a, sequences=sequences_of(spec, a, index_temp), rope=a.rope or rotation_of(spec, a))
     if a.tree_order is not None:
         trees = TokenTrees(spec, a)
         if isinstance(a, RaggedInputs):
@@ -254,7 +254,7 @@ def prefill(spec: KernelSpec, signature: Signature = PREFILL, mask: type = Causa
 
 
 def prefill_windowed(spec: KernelSpec):
-    """Build `prefill` with ``length_info [3, B]``, as the stock cache passes it for windows.
+    """Build `prefill` with ``lengths [3, B]``, as the stock cache passes it for windows.
 
     A sequence holds the slots before the third and from the second number on, as
     `visibility.GappedSequence` describes. All rows of a step see what the first one does.

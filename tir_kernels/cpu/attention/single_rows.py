@@ -32,7 +32,7 @@ class Singles:
     spec : KernelSpec
     ops : operands object
         As `kv_operands.single_row_operands` chooses it.
-    a : the kernel's arguments, with `lengths`.
+    a : the kernel's arguments, with `sequences`.
     num_tasks : int32 expression
     """
 
@@ -45,7 +45,7 @@ class Singles:
     def has(self, sequence):
         """Whether it has one row, which sees all that is held."""
         a = self.a
-        row, gap = index_temp(a.query_indptr[sequence]), a.lengths.gap(sequence)
+        row, gap = index_temp(a.query_indptr[sequence]), a.sequences.gap(sequence)
         is_single = a.query_indptr[sequence + 1] - row == 1
         if a.tree is not None:  # no tree, or a root alone that is not hidden from itself
             root = index_temp(a.tree_order_indptr[sequence])
@@ -54,10 +54,10 @@ class Singles:
                 num_nodes == 1, a.tree_order[root, 0] < a.tree_order[root, 1], num_nodes == 0
             )
             is_single = T.And(is_single, is_root)
-        if not a.lengths.has_gaps:
+        if not a.sequences.has_gaps:
             return is_single
         num_pages = index_temp(a.page_indptr[sequence + 1] - a.page_indptr[sequence])
-        own = a.mask.own(0, 1, a.lengths.kv_len(sequence, num_pages))
+        own = a.mask.own(0, 1, a.sequences.kv_len(sequence, num_pages))
         is_recent = a.query_positions[row] <= gap.sinks + gap.back
         return T.And(is_single, T.And(own - gap.back <= gap.begin, is_recent))
 

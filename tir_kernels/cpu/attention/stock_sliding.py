@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`decode_sliding` and `prefill_sliding` as the cache inside apache-tvm calls them.
 
-They are of layers with a window, and built for one. Their length_info is ``[3, B]``: valid slots of
+They are of layers with a window, and built for one. Their `lengths` are ``[3, B]``: valid slots of
 the last page, slots of the first page that lie before the window, and slots of sinks, of which such
 layers have none; ``first_positions[b]`` is the position of the first slot in the window. Columns
 are the slots of the pages, so whole pages are read as everywhere, and the mask hides those before
@@ -57,10 +57,10 @@ class _StockWindowMask(WindowMask):
 
 def _described(a: PagedInputs, causal, window: int) -> PagedInputs:
     """The inputs as the skeletons ask for them."""
-    info, first_seen = a.length_info, a.first_positions
+    info, first_seen = a.lengths, a.first_positions
     return replace(
         a,
-        length_info=Elements(lambda b: info[0, b]),
+        lengths=Elements(lambda b: info[0, b]),
         length_form=Lengths.LAST_PAGE,
         first_positions=Elements(lambda b: first_seen[b] - info[1, b]),
         mask=_StockWindowMask(causal, window, Elements(lambda b: info[1, b])),
@@ -75,7 +75,7 @@ def _check_window(window: int) -> None:
 def decode_sliding(spec: KernelSpec, window: int):
     """Build `decode_sliding`: a row sees all that is in the window, its own position included.
 
-    Its arguments are those of `decode`, but length_info, which is ``[3, B]``.
+    Its arguments are those of `decode`, but `lengths`, which are ``[3, B]``.
     """
     _check_window(window)
     return decode(spec, DECODE_WINDOWED)
@@ -84,7 +84,7 @@ def decode_sliding(spec: KernelSpec, window: int):
 def prefill_sliding(spec: KernelSpec, window: int):
     """Build `prefill_sliding`: where causal, row r sees the last ``window - r - 1`` positions.
 
-    Its arguments are those of `prefill`, but length_info, which is ``[3, B]``. The pages hold what
+    Its arguments are those of `prefill`, but `lengths`, which are ``[3, B]``. The pages hold what
     comes before the rows of the step, whose attention to each other is merged with this.
     """
     _check_window(window)

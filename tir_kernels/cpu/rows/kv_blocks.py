@@ -33,7 +33,7 @@ class VisibleSpans:
 
     Parameters
     ----------
-    a : the kernel's arguments, with `mask` and `lengths`.
+    a : the kernel's arguments, with `mask` and `sequences`.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class VisibleSpans:
         self.kv_len, self.first_position = T.local_scalar("int32"), T.local_scalar("int32")
         if self.mask.has_window:
             self.q_position = T.local_scalar("int32")
-        self.gap, self.k_offset = SequenceGap(a.lengths), T.local_scalar("int32")
+        self.gap, self.k_offset = SequenceGap(a.sequences), T.local_scalar("int32")
         self.begin, self.end = T.local_scalar("int32"), T.local_scalar("int32")
 
     @inline

@@ -25,7 +25,7 @@ class RowSegments:
     spec : KernelSpec
     ops : operands object
         As `kv_operands.single_row_operands` chooses it.
-    a : the kernel's arguments, with `lengths`, `mask` and `rope`.
+    a : the kernel's arguments, with `sequences`, `mask` and `rope`.
     states : PartialStates
     output : Output
         Whose rows begin with their sinks.
@@ -68,7 +68,7 @@ class RowSegments:
         states, group = T.meta_var((self.states, spec.group_size))
         sequence, token = T.meta_var((pair.sequence, pair.row))
         position = T.meta_var(a.q_position(token))
-        kv_len = T.meta_var(a.lengths.kv_len(sequence, pair.num_pages))
+        kv_len = T.meta_var(a.sequences.kv_len(sequence, pair.num_pages))
         spans.begin_sequence(sequence, kv_len, position)
         a.rope.begin_sequence(spans.length)
         kv.begin_pair(sequence, pair.first_head, pair.num_heads)

@@ -23,7 +23,7 @@ class BlockPages:
     ----------
     spec : KernelSpec
     a : PagedInputs
-        With `lengths`.
+        With `sequences`.
     blocks : int32 Buffer ``[num_rows, lists_per_row, width]``
     block_size : int32
         A multiple of the page size.
@@ -37,7 +37,7 @@ class BlockPages:
     indptr : int32 Buffer ``[count + 1]``
     values : int32 Buffer ``[indptr[count]]``
         The page ids.
-    lengths : WholeSequence
+    sequences : WholeSequence
         Lengths of the lists.
     """
 
@@ -53,7 +53,7 @@ class BlockPages:
         self._pages = Workspace(self.size, (), "int32", "lists of blocks")
         self.indptr, self.last_page_len = self._indptr.buffer, self._last.buffer
         self.values = self._pages.buffer
-        self.lengths = WholeSequence(spec, self.last_page_len, index_temp)
+        self.sequences = WholeSequence(spec, self.last_page_len, index_temp)
 
     @inline
     def free(self):

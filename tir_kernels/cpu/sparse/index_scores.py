@@ -57,7 +57,7 @@ class TokenTile:
         self.first_page = a.page_indptr[sequence]
         self.last_page = a.page_indptr[sequence + 1] - 1
         full = (self.last_page - self.first_page) * self.spec.page_size
-        self.kv_len = full + a.length_info[sequence]
+        self.kv_len = full + a.lengths[sequence]
 
     @property
     def count(self):

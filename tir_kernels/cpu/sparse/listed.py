@@ -84,7 +84,7 @@ class ListTiles:
         if self.has_next():
             self.first_page = self.a.page_indptr[self.row]
             self.last_page = self.a.page_indptr[self.row + 1] - 1
-            self.end = self.a.lengths.kv_len(self.row, self.last_page + 1 - self.first_page)
+            self.end = self.a.sequences.kv_len(self.row, self.last_page + 1 - self.first_page)
         self.cost = T.cast(T.max((self.end + POSITIONS - 1) // POSITIONS, 1), "int64")
 
     @property
@@ -136,9 +136,9 @@ def _attention_to_lists(spec: KernelSpec, by_blocks: bool):
         T.func_attr(attributes(spec))
         a = T.meta_var(replace(matched, mask=CausalMask(1)))
         pages_view = T.meta_var(view_pages(a.pages, spec))
-        lengths = T.meta_var(WholeSequence(spec, a.length_info, index_temp))
+        sequences = T.meta_var(WholeSequence(spec, a.lengths, index_temp))
         rope = T.meta_var(HadamardRotation(spec, a) if has_hadamard else NoRotation())
-        whole = T.meta_var(replace(a, lengths=lengths))
+        whole = T.meta_var(replace(a, sequences=sequences))
         lists = T.meta_var(
             BlockPages(spec, whole, a.blocks, a.block_size, a.blocks.shape)
             if by_blocks
@@ -153,7 +153,7 @@ def _attention_to_lists(spec: KernelSpec, by_blocks: bool):
                 pages=pages_view,
                 page_indptr=lists.indptr,
                 page_ids=lists.values,
-                lengths=lists.lengths,
+                sequences=lists.sequences,
                 rope=rope,
                 first_positions=nothing,
                 query_positions=nothing,

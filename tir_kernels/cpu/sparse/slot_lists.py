@@ -22,7 +22,7 @@ class SlotLists:
     ----------
     spec : KernelSpec
     a : PagedInputs
-        With `lengths`; `positions` are int32 ``[num_rows, width]``.
+        With `sequences`; `positions` are int32 ``[num_rows, width]``.
     num_rows, width : int32
 
     Attributes
@@ -32,14 +32,14 @@ class SlotLists:
     indptr : int32 Buffer ``[num_rows + 1]``
     values : int32 Buffer ``[indptr[num_rows]]``
         The slots.
-    lengths : RaggedSequence
+    sequences : RaggedSequence
         Lengths of the lists.
     """
 
     def __init__(self, spec: KernelSpec, a, positions, num_rows, width):
         self.spec, self.a, self.positions = spec, a, positions
         self.num_rows, self.width, self.count = num_rows, width, num_rows
-        self.lengths = RaggedSequence()
+        self.sequences = RaggedSequence()
         self._indptr = Workspace(num_rows + 1, (), "int32", "lists of positions")
         self._slots = Workspace(num_rows * width, (), "int32", "lists of positions")
         self.indptr, self.values = self._indptr.buffer, self._slots.buffer
@@ -93,7 +93,7 @@ class ListedRow:
     ----------
     spec : KernelSpec
     a : PagedInputs
-        With `lengths`.
+        With `sequences`.
     """
 
     def __init__(self, spec: KernelSpec, a):
@@ -115,7 +115,7 @@ class ListedRow:
         self.first_page = a.page_indptr[self.sequence]
         num_pages = a.page_indptr[self.sequence + 1] - self.first_page
         num_after = a.query_indptr[self.sequence + 1] - row
-        self.own = a.lengths.kv_len(self.sequence, num_pages) - num_after
+        self.own = a.sequences.kv_len(self.sequence, num_pages) - num_after
 
     def sees(self, position):
         """Whether a listed position is none of those that are left out."""

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...script import inline, prim_func
 from ...semantics.rotary_mode import has_rope, require_own_rotation
-from ...semantics.visibility import lengths_of
+from ...semantics.visibility import sequences_of
 from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
 from ...signatures.inputs import PagedInputs
 from ...signatures.signature import Signature
@@ -70,7 +70,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
         T.func_attr(attributes(spec))
         require_own_rotation(spec, arguments)
         a = T.meta_var(with_page_views(spec, arguments))
-        lengths_of_pages = T.meta_var(lengths_of(spec, a, index_temp))
+        sequences = T.meta_var(sequences_of(spec, a, index_temp))
 
         @inline
         def attend_to_split(tiling, mode, states, work, block, slice_id, thread):
@@ -94,7 +94,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
             logits = Logits(spec, tiling.rows_of_thread, lane)
             softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
             rope = InlineRope(spec, mode)
-            columns = VisibleColumns(a, lengths_of_pages)
+            columns = VisibleColumns(a, sequences)
             groups = GroupStates(tiling, shared)
             num_runs = T.meta_var(tiling.rows * tiling.columns // RUN)
             factor = a.sm_scale * T.float32(LOG2E)
@@ -235,7 +235,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
 
 
 def decode_windowed(spec: KernelSpec):
-    """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    """Build `decode` with ``lengths [3, B]``, as the stock cache passes it for windows."""
     return decode(spec, DECODE_WINDOWED)
 
 

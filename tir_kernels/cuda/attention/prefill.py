@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...script import prim_func
 from ...semantics.rotary_mode import require_own_rotation
-from ...semantics.visibility import CausalMask, lengths_of, mask_of
+from ...semantics.visibility import CausalMask, mask_of, sequences_of
 from ...signatures.attention import (
     MLA_PREFILL,
     MLA_PREFILL_SLIDING,
@@ -56,11 +56,11 @@ def batch_of_pages(spec: KernelSpec, a: PagedInputs) -> Batch:
     """Return what the rows of a kernel over pages attend to."""
     if a.rotary_mode is not None:
         require_own_rotation(spec, a)
-    lengths = lengths_of(spec, a, index_temp)
+    sequences = sequences_of(spec, a, index_temp)
 
     def kv_len_of(sequence):
         num_pages = a.page_indptr[sequence + 1] - a.page_indptr[sequence]
-        return lengths.kv_len(sequence, index_temp(num_pages))
+        return sequences.kv_len(sequence, index_temp(num_pages))
 
     items = Items(
         count=a.batch_size, row_indptr=a.query_indptr, kv_indptr=a.page_indptr, kv_len_of=kv_len_of
@@ -78,7 +78,7 @@ def batch_of_pages(spec: KernelSpec, a: PagedInputs) -> Batch:
         make_work=make_work,
         make_rows=lambda count: paged_rows(spec, a.pages, a.page_ids, count),
         visible=visible_columns(a),
-        lengths=lengths,
+        sequences=sequences,
     )
 
 
@@ -139,7 +139,7 @@ def prefill(spec: KernelSpec, signature: Signature = PREFILL, mask: type = Causa
 
 
 def prefill_windowed(spec: KernelSpec):
-    """Build `prefill` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    """Build `prefill` with ``lengths [3, B]``, as the stock cache passes it for windows."""
     return prefill(spec, PREFILL_WINDOWED)
 
 

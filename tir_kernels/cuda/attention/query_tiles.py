@@ -61,7 +61,7 @@ class Batch:
         Rows of K and V that a thread copies -> PagedRows or RaggedRows.
     visible : CausalMask
         The bounds of what a row sees.
-    lengths : WholeSequence
+    sequences : WholeSequence
         Which positions a sequence has dropped; the default is none.
     lse_before : Buffer, optional
         The logs of what rows have seen before, to be merged with; see `MergedOutput`.
@@ -73,7 +73,7 @@ class Batch:
     make_work: Callable
     make_rows: Callable
     visible: CausalMask
-    lengths: WholeSequence = RaggedSequence()
+    sequences: WholeSequence = RaggedSequence()
     lse_before: object = None
 
 
@@ -105,7 +105,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
             has_barrier = T.meta_var(spec.target.family == "sm_90a")
             memory = BlockMemory(shared, pipeline.end_byte, tiling, has_barrier)
             tree = NoTree() if a.tree_order is None else TreeMask(a, tiling, rows, memory)
-            mask = TileMask(batch.visible, batch.lengths, a, tree, tiling, rows, memory)
+            mask = TileMask(batch.visible, batch.sequences, a, tree, tiling, rows, memory)
             guard = NonFiniteGuard(spec, tiling, rows, memory, batch.lse_before is None, sync)
             rope = InlineRope(spec, a.rotary_mode)
             logits = Logits(spec, rows.count, rows.lane, leaves_scale=tiling.is_hopper)

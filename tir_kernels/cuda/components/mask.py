@@ -28,7 +28,7 @@ class TileMask:
     ----------
     visible : CausalMask
         The bounds of a row.
-    lengths : WholeSequence
+    sequences : WholeSequence
         Which positions a sequence has dropped.
     a : the kernel's argument `first_positions`, or none.
     tree : NoTree or TreeMask
@@ -50,7 +50,7 @@ class TileMask:
     def __init__(
         self,
         visible: CausalMask,
-        lengths: WholeSequence,
+        sequences: WholeSequence,
         a,
         tree,
         tiling: Tiling,
@@ -63,7 +63,7 @@ class TileMask:
         self.k_offset, self.start, self.end = (T.local_scalar(I32) for _ in range(3))
         self.shared_begin, self.shared_end = (T.local_scalar(I32) for _ in range(2))
         self.joint_end = T.local_scalar(I32)
-        self.gap = SequenceGap(lengths)
+        self.gap = SequenceGap(sequences)
 
     @inline
     def begin(self, sequence):

@@ -18,8 +18,8 @@ class VisibleColumns:
     Parameters
     ----------
     a : the kernel's arguments
-    lengths : visibility.WholeSequence
-        What `length_info` tells.
+    sequences : visibility.WholeSequence
+        What `lengths` tells.
 
     Attributes
     ----------
@@ -34,23 +34,23 @@ class VisibleColumns:
         RoPE position of the row.
     """
 
-    def __init__(self, a, lengths):
-        self.a, self.lengths = a, lengths
+    def __init__(self, a, sequences):
+        self.a, self.sequences = a, sequences
         self.kv_len, self.length = (T.local_scalar(I32) for _ in range(2))
         self.first, self.end = T.local_scalar(I32), T.local_scalar(I32)
         self.k_offset, self.q_position = T.local_scalar(I32), T.local_scalar(I32)
         self.first_position = T.local_scalar(I32)
-        self.gap = SequenceGap(lengths)
+        self.gap = SequenceGap(sequences)
 
     @inline
     def begin(self, sequence, num_pages):
         """Load the lengths and positions of a sequence."""
-        self.kv_len = self.lengths.kv_len(sequence, num_pages)
+        self.kv_len = self.sequences.kv_len(sequence, num_pages)
         self.first_position = self.a.first_positions[sequence]
         self.length = self.first_position + self.kv_len
         self.q_position = self.a.query_positions[sequence]
         self.gap.begin(sequence)
-        if self.lengths.has_gaps:
+        if self.sequences.has_gaps:
             self.length -= self.gap.num_dropped
 
     @inline
@@ -60,7 +60,7 @@ class VisibleColumns:
         self.first = T.max(work.position(work.first), self.first_seen(span))
         self.end = T.min(work.position(work.end), span.end)
         self.k_offset = span.k_offset
-        if self.lengths.has_gaps:
+        if self.sequences.has_gaps:
             self.q_position = T.min(self.q_position, span.last_position)
 
     def first_seen(self, span: Span):

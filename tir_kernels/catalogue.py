@@ -28,9 +28,9 @@ from .moves import append, copy, merge, recurrent
 from .recurrent_spec import RecurrentSpec
 from .releases import require_cuda
 from .signatures import attention as calls
-from .signatures import moves as moved
-from .signatures import sparse as sparse
-from .signatures import states
+from .signatures import moves as move_calls
+from .signatures import sparse as sparse_calls
+from .signatures import states as state_calls
 from .signatures.signature import Signature
 from .spec import CudaTarget, KernelSpec, VectorTarget
 
@@ -166,7 +166,7 @@ def _has_lists(spec: KernelSpec) -> bool:
     return spec.lists
 
 
-def _lists_blocks(spec: KernelSpec) -> bool:
+def _has_lists_of_blocks(spec: KernelSpec) -> bool:
     return spec.lists or spec.page_bounds
 
 
@@ -174,19 +174,20 @@ def _chooses_pages(spec: KernelSpec) -> bool:
     return spec.page_bounds and not spec.is_latent
 
 
+# Name, signature, which layers need it, and what builds it for CPUs and for GPUs.
 # fmt: off
 _ROWS = (
     # Appends: the rows of a step go to their slots.
-    Kernel("transpose_append", moved.TRANSPOSE_APPEND, _has_heads, append, append),
-    Kernel("split_rotary", moved.SPLIT_ROTARY, _has_heads, append, append),
-    Kernel("rope_append", moved.ROPE_APPEND, _has_heads, append, append),
+    Kernel("transpose_append", move_calls.TRANSPOSE_APPEND, _has_heads, append, append),
+    Kernel("split_rotary", move_calls.SPLIT_ROTARY, _has_heads, append, append),
+    Kernel("rope_append", move_calls.ROPE_APPEND, _has_heads, append, append),
     Kernel("append_prefill", calls.APPEND_PREFILL, append_prefill.is_possible, append_prefill,
            None),
-    Kernel("transpose_append_mla", moved.TRANSPOSE_APPEND_MLA, _has_latent_rows, append, append,
-           specs=(KernelSpec, IndexSpec), takes=rows_of),
-    Kernel("row_append", moved.TRANSPOSE_APPEND_MLA, _always, append, append, specs=(ConvSpec,),
-           takes=rows_of),
-    Kernel("recurrent_append", states.RECURRENT_APPEND, _always, recurrent, recurrent,
+    Kernel("transpose_append_mla", move_calls.TRANSPOSE_APPEND_MLA, _has_latent_rows, append,
+           append, specs=(KernelSpec, IndexSpec), takes=rows_of),
+    Kernel("row_append", move_calls.TRANSPOSE_APPEND_MLA, _always, append, append,
+           specs=(ConvSpec,), takes=rows_of),
+    Kernel("recurrent_append", state_calls.RECURRENT_APPEND, _always, recurrent, recurrent,
            specs=(RecurrentSpec,)),
     # Attention over pages.
     Kernel("decode", calls.DECODE, _mha, decode, gpu_decode),
@@ -216,30 +217,30 @@ _ROWS = (
     Kernel("tree_sliding", calls.TREE_SLIDING, _step_sliding, tree, gpu_prefill,
            takes=non_absorbed),
     # Attention to lists of positions, and what chooses these.
-    Kernel("attend_listed", sparse.ATTEND_LISTED, _has_lists, listed, None),
-    Kernel("attend_blocks", sparse.ATTEND_BLOCKS, _lists_blocks, listed, None),
-    Kernel("page_bounds", sparse.PAGE_BOUNDS, _chooses_pages, page_bounds, None),
-    Kernel("choose_pages", sparse.CHOOSE_PAGES, _chooses_pages, page_bounds, None),
-    Kernel("index_top_k", sparse.INDEX_TOP_K, _always, index, None, specs=(IndexSpec,)),
-    Kernel("index_top_blocks", sparse.INDEX_TOP_BLOCKS, _always, index_blocks, None,
+    Kernel("attend_listed", sparse_calls.ATTEND_LISTED, _has_lists, listed, None),
+    Kernel("attend_blocks", sparse_calls.ATTEND_BLOCKS, _has_lists_of_blocks, listed, None),
+    Kernel("page_bounds", sparse_calls.PAGE_BOUNDS, _chooses_pages, page_bounds, None),
+    Kernel("choose_pages", sparse_calls.CHOOSE_PAGES, _chooses_pages, page_bounds, None),
+    Kernel("index_top_k", sparse_calls.INDEX_TOP_K, _always, index, None, specs=(IndexSpec,)),
+    Kernel("index_top_blocks", sparse_calls.INDEX_TOP_BLOCKS, _always, index_blocks, None,
            specs=(IndexSpec,)),
     # Partial states.
-    Kernel("merge", moved.MERGE, _always, merge, merge, takes=non_absorbed),
-    Kernel("apply_sinks", moved.APPLY_SINKS, _has_heads_without_sinks, merge, merge),
+    Kernel("merge", move_calls.MERGE, _always, merge, merge, takes=non_absorbed),
+    Kernel("apply_sinks", move_calls.APPLY_SINKS, _has_heads_without_sinks, merge, merge),
     # States of recurrent layers and convolutions.
-    Kernel("recurrent_scan", states.RECURRENT_SCAN, _always, scan, gpu_scan,
+    Kernel("recurrent_scan", state_calls.RECURRENT_SCAN, _always, scan, gpu_scan,
            specs=(RecurrentSpec,)),
-    Kernel("causal_conv", states.CAUSAL_CONV, _always, conv, gpu_conv, specs=(ConvSpec,)),
+    Kernel("causal_conv", state_calls.CAUSAL_CONV, _always, conv, gpu_conv, specs=(ConvSpec,)),
     # Copies.
-    Kernel("copy_single_page", moved.COPY_SINGLE_PAGE, _always, copy, copy, specs=ALL,
+    Kernel("copy_single_page", move_calls.COPY_SINGLE_PAGE, _always, copy, copy, specs=ALL,
            takes=rows_of),
-    Kernel("copy_pages", moved.COPY_PAGES, _always, copy, copy, specs=ALL, takes=rows_of),
-    Kernel("compact_copy", moved.COMPACT_COPY, _always, copy, copy, specs=ALL, takes=rows_of),
-    Kernel("debug_get_kv", moved.DEBUG_GET_KV, _has_heads, copy, copy),
-    Kernel("debug_get_kv_mla", moved.DEBUG_GET_KV_MLA, _has_latent_rows, copy, copy, specs=ALL,
+    Kernel("copy_pages", move_calls.COPY_PAGES, _always, copy, copy, specs=ALL, takes=rows_of),
+    Kernel("compact_copy", move_calls.COMPACT_COPY, _always, copy, copy, specs=ALL, takes=rows_of),
+    Kernel("debug_get_kv", move_calls.DEBUG_GET_KV, _has_heads, copy, copy),
+    Kernel("debug_get_kv_mla", move_calls.DEBUG_GET_KV_MLA, _has_latent_rows, copy, copy, specs=ALL,
            takes=rows_of),
     # The arrays of a step that continues the last one.
-    Kernel("advance_arrays", moved.ADVANCE_ARRAYS, _always, None, step_arrays),
+    Kernel("advance_arrays", move_calls.ADVANCE_ARRAYS, _always, None, step_arrays),
 )
 # fmt: on
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ROWS}

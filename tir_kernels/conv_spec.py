@@ -63,6 +63,11 @@ class ConvSpec:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes in the shapes of arguments."""
+        return {"channels": self.channels, "width": self.width, "width - 1": self.width - 1}
+
+    @property
     def rows(self) -> KernelSpec:
         """The spec of kernels that append and copy rows."""
         return row_copies(self.channels, self.dtype, self.page_size, self.target)

@@ -14,10 +14,10 @@ F32 = {"dtype": "float32", "align": 4, "offset_factor": 1}
 _BEGINS_EARLY = "tirx.use_programtic_dependent_launch"  # spelt so in TVM
 
 
-def aligned(spec: KernelSpec, dtype: str) -> dict:
+def aligned(spec: KernelSpec, dtype: str, min_align: int = 1) -> dict:
     """Return dtype and alignment of arrays of rows, as `T.match_buffer` takes them."""
     itemsize = ITEMSIZE[dtype]
-    align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else itemsize
+    align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else max(itemsize, min_align)
     return {"dtype": dtype, "align": align, "offset_factor": align // itemsize}
 
 

@@ -10,28 +10,8 @@ from typing import Any
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from .define import ACCESS_BYTES
-from .layout import first_element
 from .recurrent_spec import RecurrentSpec, Section
-from .spec import ITEMSIZE, CudaTarget
-from .vectors import F32
-
-
-def match_ingredients(handle, num_pages, spec: RecurrentSpec):
-    """Match pages of ingredients, ``[num_pages, page_size, row_width]`` of `dtype`.
-
-    They begin at a multiple of 4 bytes, on GPUs of 16.
-    """
-    itemsize = ITEMSIZE[spec.dtype]
-    align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else ITEMSIZE[F32]
-    return T.match_buffer(
-        handle,
-        (num_pages, spec.page_size, spec.row_width),
-        spec.dtype,
-        elem_offset=first_element(),
-        align=align,
-        offset_factor=align // itemsize,
-    )
+from .spec import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -53,7 +33,7 @@ class Ingredients:
 
     @staticmethod
     def of(pages, spec: RecurrentSpec) -> Ingredients:
-        """Make the views of a buffer that `match_ingredients` has matched, after all arguments."""
+        """Make the views of matched pages, after all arguments."""
         views = {name: _view(pages, name, s, spec) for name, s in spec.sections.items()}
         return Ingredients(**views)
 

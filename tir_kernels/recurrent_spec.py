@@ -152,6 +152,19 @@ class RecurrentSpec:
         return _aligned(last.end) // ITEMSIZE[self.dtype]
 
     @property
+    def sizes(self) -> dict[str, int | tuple[int, ...]]:
+        """Return the sizes in the shapes of arguments; a name may stand for several."""
+        return {
+            "H": self.num_heads,
+            "Hk": self.num_key_heads,
+            "Dk": self.key_dim,
+            "Dv": self.value_dim,
+            "gates": self.sections["log_decay"].shape,
+            "page_size": self.page_size,
+            "row_width": self.row_width,
+        }
+
+    @property
     def rows(self) -> KernelSpec:
         """The spec of kernels that copy rows of ingredients."""
         return row_copies(self.row_width, self.dtype, self.page_size, self.target)

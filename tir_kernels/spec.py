@@ -240,6 +240,24 @@ class KernelSpec:
         return not self.is_latent and self.qk_head_dim != self.v_head_dim
 
     @property
+    def sizes(self) -> dict[str, int | tuple[int, ...]]:
+        """Return the sizes in the shapes of arguments; a name may stand for several."""
+        num_heads, num_kv_heads = self.num_qo_heads, self.num_kv_heads
+        fused: tuple[int, ...] = (num_heads + 2 * num_kv_heads, self.qk_head_dim)
+        if self.has_two_widths:
+            of_k = (num_heads + num_kv_heads) * self.qk_head_dim
+            fused = (of_k + num_kv_heads * self.v_head_dim,)
+        return {
+            "Hq": num_heads,
+            "Hk": num_kv_heads,
+            "Dqk": self.qk_head_dim,
+            "2 Dqk": 2 * self.qk_head_dim,
+            "Dv": self.v_head_dim,
+            "fused": fused,
+            "rotary_dim": self.rope.rotary_dim,
+        }
+
+    @property
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads

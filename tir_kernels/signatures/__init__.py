@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kernels are called with.
 
-`inputs` declares the arguments, `attention`, `moves` and `sparse` say which kernel takes which of
-them, and `signature` matches them.
+`inputs` declares the arguments of attention, and `attention` says which kernel takes which of them.
+`sparse`, `moves` and `states` do both for other kernels. `signature` matches them.
 """

@@ -27,16 +27,19 @@ class Argument:
     Parameters
     ----------
     shape : tuple of str
-        Sizes of an array, as `sizes` names them; of a scalar: none.
+        Sizes of an array, as `signature` names them; of a scalar: none.
     dtype : str
         "int32", "int64" or "float32"; of rows `ROWS` or another field of a spec; `PAGES`.
     needs : callable, optional
         ``spec -> bool``: whether kernels of a spec take it; without: always.
+    min_align : int
+        Rows begin at multiples of as many bytes, or of more.
     """
 
     shape: tuple[str, ...]
     dtype: str
     needs: Callable[[Any], bool] | None = None
+    min_align: int = 1
 
     @property
     def parameter_dtype(self) -> str:
@@ -49,7 +52,13 @@ class Argument:
         return bool(self.shape) and self.dtype == "int32"
 
 
-def array(shape: str, dtype: str, *, needs: Callable[[Any], bool] | None = None) -> Any:
+def array(
+    shape: str,
+    dtype: str,
+    *,
+    needs: Callable[[Any], bool] | None = None,
+    min_align: int = 1,
+) -> Any:
     """Declare an array: a field of a dataclass, which is None in kernels without it.
 
     Parameters
@@ -58,10 +67,11 @@ def array(shape: str, dtype: str, *, needs: Callable[[Any], bool] | None = None)
         As documentation writes it, ``"[T, Hq, Dqk]"``.
     dtype : str
     needs : callable, optional
+    min_align : int
         As `Argument` has them.
     """
     sizes = tuple(shape.strip("[]").split(", "))
-    return field(default=None, metadata={"argument": Argument(sizes, dtype, needs)})
+    return field(default=None, metadata={"argument": Argument(sizes, dtype, needs, min_align)})
 
 
 def scalar(dtype: str, *, needs: Callable[[Any], bool] | None = None) -> Any:

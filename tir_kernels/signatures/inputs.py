@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of the attention kernels: one name, shape and type in all of them.
 
-In shapes, Hq and Hk are query heads and KV heads, Dqk and Dv the columns of K and V; `sizes` has
-the other letters. int32 arrays may start at any element. On GPUs q, k, v, o and pages start at
+In shapes, Hq and Hk are query heads and KV heads, Dqk and Dv the columns of K and V; `signature`
+has the other letters. int32 arrays may start at any element. On GPUs q, k, v, o and pages start at
 multiples of 16 bytes, on CPUs at any element.
 """
 
@@ -33,6 +33,10 @@ class AttentionInputs:
 
     Parameters
     ----------
+    batch_size : int32 expression
+        B: sequences, or shared segments.
+    length_form : Lengths, optional
+        The form of `lengths`.
     sequences : visibility.WholeSequence, optional
         The sequences: their lengths, and what they have dropped.
     mask : visibility.CausalMask, optional
@@ -73,6 +77,7 @@ class AttentionInputs:
     # Natural logits that join the softmax of all rows of a head; -inf: none.
     sink_logits: Any = array("[Hq]", "float32", needs=lambda spec: spec.sink_logits)
 
+    # Derived.
     batch_size: Any = None
     length_form: Lengths | None = None
     sequences: Any = None
@@ -132,41 +137,3 @@ class SharedInputs(PagedInputs):
     # Segments ``first .. last - 1`` are attended to.
     first_segment: Any = scalar("int32")
     last_segment: Any = scalar("int32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedInputs(PagedInputs):
-    """Rows attend to lists of W positions or blocks of positions; negative ones are left out."""
-
-    # Columns of the row's sequence.
-    positions: Any = array("[T, W]", "int32")
-    # Blocks of `block_size` positions: C lists, each of which is for some KV heads.
-    blocks: Any = array("[T, C, W]", "int32")
-    block_size: Any = scalar("int32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexInputs(PagedInputs):
-    """Rows choose W positions or blocks of positions by index keys, which lie in pages."""
-
-    # Weights of the heads.
-    weights: Any = array("[T, Hq]", "float32")
-    # Written: what is chosen, then -1.
-    positions: Any = array("[T, W]", "int32")
-    blocks: Any = array("[T, Hq, W]", "int32")
-    block_size: Any = scalar("int32")
-    # Blocks that are chosen anyway: the first and the last ones that a row sees.
-    init_blocks: Any = scalar("int32")
-    local_blocks: Any = scalar("int32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundsInputs(PagedInputs):
-    """Bounds of the rows of K in pages, and the W pages that KV heads choose by them."""
-
-    # Slots of each page that hold something.
-    page_lengths: Any = array("[N]", "int32")
-    # Maxima, then minima, of the columns of K in a page.
-    bounds: Any = array("[P, Hk, 2 Dqk]", ROWS)
-    # Written: pages by their number in the sequence, then -1.
-    blocks: Any = array("[T, Hk, W]", "int32")

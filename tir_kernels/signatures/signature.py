@@ -8,18 +8,27 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from ..conv_spec import ConvSpec
 from ..define import F32, I32, aligned
-from ..ingredients import match_ingredients
 from ..layout import match_pages
-from ..recurrent_spec import RecurrentSpec
 from ..script import name_value
 from ..spec import KernelSpec
 from .arguments import PAGES, Argument, Lengths, arguments_of
 from .inputs import AttentionInputs
-from .sizes import Sizes, sizes_of
 
-Spec = KernelSpec | RecurrentSpec | ConvSpec
+# Letters of sizes that a call decides, and what errors call them. Others are named as they are.
+VARIABLES = {
+    "T": "num_rows",  # of a step
+    "B": "batch_size",  # sequences, or shared segments
+    "B + 1": "num_starts",  # CSR offsets
+    "S": "num_columns",  # rows of ragged K and V
+    "P": "num_pages",  # of the pool
+    "N": "num_page_ids",
+    "M": "num_nodes",  # of trees
+    "R": "num_row_ids",  # rows of shared segments
+    "L": "num_lengths",
+    "C": "num_lists",  # of blocks, of a row
+    "W": "list_width",
+}
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,13 @@ class Signature:
         kept = tuple(name for name in self.names if name not in names)
         return replace(self, names=kept, lengths=lengths or self.lengths)
 
-    def of(self, spec: Spec, pages: KernelSpec | None = None) -> KernelArguments:
+    def of(self, spec: Any, pages: KernelSpec | None = None) -> KernelArguments:
         """Return the arguments of a kernel, as ``@prim_func(arguments=...)`` takes them.
 
         Parameters
         ----------
-        spec : KernelSpec, RecurrentSpec or ConvSpec
+        spec
+            A spec, whose `sizes` are those in the shapes.
         pages : KernelSpec, optional
             The spec that pages are laid out by, if it is another one.
         """
@@ -90,7 +100,7 @@ class KernelArguments:
         Name -> type of a parameter in TVMScript, in their order.
     """
 
-    def __init__(self, signature: Signature, spec: Spec, page_spec: Spec):
+    def __init__(self, signature: Signature, spec: Any, page_spec: KernelSpec):
         self._signature, self._spec, self._page_spec = signature, spec, page_spec
         known = arguments_of(signature.inputs)
         self._arguments = {
@@ -116,7 +126,7 @@ class KernelArguments:
         lengths, has_one_row = signature.lengths, signature.has_one_row
         is_told = "batch_size" in parameters
         sizes = Sizes(
-            sizes_of(self._spec),
+            self._spec.sizes,
             has_batch_size=has_one_row or lengths is not None or is_told,
             count_dtype=signature.count_dtype,
         )
@@ -133,13 +143,48 @@ class KernelArguments:
         if not argument.shape:
             return value
         if argument.dtype == PAGES:
-            spec = self._page_spec
-            match = match_ingredients if isinstance(spec, RecurrentSpec) else match_pages
-            return match(value, sizes["P"], spec)
+            return match_pages(value, sizes["P"], self._page_spec)
         shape = sizes.shape(argument.shape)
         if argument.dtype == "int32":
             return T.match_buffer(value, shape, elem_offset=T.int32(), **I32)
         if argument.dtype == "float32":
             return T.match_buffer(value, shape, elem_offset=T.int64(), **F32)
-        options = aligned(self._spec, getattr(self._spec, argument.dtype))
+        dtype = getattr(self._spec, argument.dtype)
+        options = aligned(self._spec, dtype, argument.min_align)
         return T.match_buffer(value, shape, elem_offset=T.int64(), **options)
+
+
+class Sizes(dict):
+    """The sizes of a call.
+
+    Parameters
+    ----------
+    known : dict
+        Those that are known beforehand.
+    has_batch_size : bool
+        Whether an array of B elements tells B. Otherwise CSR offsets do.
+    count_dtype : str
+        Type of the variables; the number of pages is int32.
+    """
+
+    def __init__(self, known: dict[str, Any], *, has_batch_size: bool, count_dtype: str):
+        super().__init__(known)
+        self.has_batch_size, self.count_dtype = has_batch_size, count_dtype
+
+    def __missing__(self, size: str) -> Any:
+        if size.isdigit():
+            return int(size)
+        if size == "B" and not self.has_batch_size:
+            value = self["B + 1"] - 1
+        elif size.endswith(" + 1") and (size != "B + 1" or self.has_batch_size):
+            value = self[size.removesuffix(" + 1")] + 1
+        else:
+            dtype = "int32" if size == "P" else self.count_dtype
+            value = name_value(VARIABLES.get(size, size), getattr(T, dtype)())
+        self[size] = value
+        return value
+
+    def shape(self, sizes: tuple[str, ...]) -> list:
+        """Return the sizes of an array."""
+        values = [self[size] for size in sizes]
+        return [n for value in values for n in (value if isinstance(value, tuple) else (value,))]

@@ -13,6 +13,11 @@ from .arguments import PAGES, ROWS, array, scalar
 from .signature import Signature
 
 
+def pages_of_ingredients() -> Any:
+    """Declare the pool of a layer, whose rows have float32 numbers as well."""
+    return array("[P, page_size, row_width]", ROWS, min_align=4)
+
+
 @dataclass(frozen=True, kw_only=True)
 class IngredientInputs:
     """The ingredients of tokens, and the slots that they go to."""
@@ -24,7 +29,7 @@ class IngredientInputs:
     beta: Any = array("[T, H]", "gate_dtype", needs=lambda spec: spec.is_delta)
     # A negative slot: do not write.
     slots: Any = array("[T]", "int32")
-    pages: Any = array("pages", PAGES)
+    pages: Any = pages_of_ingredients()
 
 
 RECURRENT_APPEND = Signature(
@@ -37,7 +42,7 @@ class ScanInputs:
     """Sequences of segments of tokens, whose ingredients lie in pages; see `recurrent_scan`."""
 
     q: Any = array("[T, Hk, Dk]", ROWS)
-    pages: Any = array("pages", PAGES)
+    pages: Any = pages_of_ingredients()
     states: Any = array("[num_states, H, Dk, Dv]", "state_dtype")
     # CSR offsets: segments of sequences, and tokens of segments.
     segment_indptr: Any = array("[B + 1]", "int32")

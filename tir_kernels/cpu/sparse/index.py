@@ -15,8 +15,7 @@ from ...define import attributes
 from ...index_spec import IndexSpec
 from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
-from ...signatures.inputs import IndexInputs
-from ...signatures.sparse import INDEX_TOP_K
+from ...signatures.sparse import INDEX_TOP_K, IndexInputs
 from ...spec import KernelSpec
 from ..isa.conversion import require_half_conversion
 from ..isa.matrices.register_tile import round_up

@@ -15,8 +15,8 @@ from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask, WholeSequence
-from ...signatures.inputs import Elements, ListedInputs, PagedInputs
-from ...signatures.sparse import ATTEND_BLOCKS, ATTEND_LISTED
+from ...signatures.inputs import Elements, PagedInputs
+from ...signatures.sparse import ATTEND_BLOCKS, ATTEND_LISTED, ListedInputs
 from ...spec import KernelSpec
 from ..attention import decode, split_tiles
 from ..isa.conversion import require_half_conversion

@@ -11,8 +11,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import K_PLANE, row_index, rows_of, view_pages
 from ...script import inline, prim_func
-from ...signatures.inputs import BoundsInputs
-from ...signatures.sparse import CHOOSE_PAGES, PAGE_BOUNDS
+from ...signatures.sparse import CHOOSE_PAGES, PAGE_BOUNDS, BoundsInputs
 from ...spec import KernelSpec
 from ..isa.columns import for_chunks
 from ..isa.conversion import require_half_conversion

@@ -9,7 +9,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ..define import F32, I32, aligned
-from ..layout import match_pages
+from ..layout import first_element, match_pages
 from ..script import name_value
 from ..spec import KernelSpec
 from .arguments import PAGES, Argument, Lengths, arguments_of
@@ -148,10 +148,10 @@ class KernelArguments:
         if argument.dtype == "int32":
             return T.match_buffer(value, shape, elem_offset=T.int32(), **I32)
         if argument.dtype == "float32":
-            return T.match_buffer(value, shape, elem_offset=T.int64(), **F32)
+            return T.match_buffer(value, shape, elem_offset=first_element(), **F32)
         dtype = getattr(self._spec, argument.dtype)
         options = aligned(self._spec, dtype, argument.min_align)
-        return T.match_buffer(value, shape, elem_offset=T.int64(), **options)
+        return T.match_buffer(value, shape, elem_offset=first_element(), **options)
 
 
 class Sizes(dict):

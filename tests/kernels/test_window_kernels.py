@@ -160,7 +160,7 @@ def test_other_forms_of_the_lengths(name, seed):
     getattr(case, name)(inline=True)
     case.verify(inline=True)
     case = WindowBatch(spec, sequences, seed)
-    with pytest.raises(ValueError, match="length_info must have 1, 3 or 4 numbers"):
+    with pytest.raises(ValueError, match="lengths must have 1, 3 or 4 numbers"):
         case.run(name, case.length_rows(2).reshape(-1), True, causal)
 
 

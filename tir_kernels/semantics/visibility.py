@@ -165,7 +165,7 @@ class GappedSequence(WholeSequence):
         if self.matrix is None:
             size = self.info.shape[0]
             known = T.Or(size == 3 * a.batch_size, size == 4 * a.batch_size)
-            message = "length_info must have 1, 3 or 4 numbers for each sequence"
+            message = "lengths must have 1, 3 or 4 numbers for each sequence"
             with T.Assert(T.Or(size == a.batch_size, known), message, "ValueError"):
                 T.evaluate(0)
 

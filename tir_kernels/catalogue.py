@@ -17,7 +17,6 @@ from .conv_spec import ConvSpec
 from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
 from .cpu.recurrent import conv, scan
 from .cpu.sparse import index, index_blocks, listed, page_bounds
-from .cuda import step_arrays
 from .cuda.attention import decode as gpu_decode
 from .cuda.attention import prefill as gpu_prefill
 from .cuda.attention import shared as gpu_shared
@@ -239,8 +238,6 @@ _ROWS = (
     Kernel("debug_get_kv", move_calls.DEBUG_GET_KV, _has_heads, copy, copy),
     Kernel("debug_get_kv_mla", move_calls.DEBUG_GET_KV_MLA, _has_latent_rows, copy, copy, specs=ALL,
            takes=rows_of),
-    # The arrays of a step that continues the last one.
-    Kernel("advance_arrays", move_calls.ADVANCE_ARRAYS, _always, None, step_arrays),
 )
 # fmt: on
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ROWS}

@@ -126,26 +126,3 @@ class StateInputs:
 
 MERGE = Signature(StateInputs, ("o", "lse", "o_other", "lse_other"), count_dtype="int64")
 APPLY_SINKS = Signature(StateInputs, ("o", "lse", "sink_logits"), count_dtype="int64")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepInputs:
-    """The arrays of a step, made of those of the step before."""
-
-    # Memory in which the arrays of both steps lie.
-    last: Any = array("[num_last]", "int32")
-    current: Any = array("[num_current]", "int32")
-    # What `step_arrays` says of each array.
-    changes: Any = array("[num_arrays, 7]", "int32")
-    # The sequences that begin a page, in increasing order, and that page of each layer group.
-    new_rows: Any = array("[num_new]", "int32")
-    new_page_ids: Any = array("[num_new, num_groups]", "int32")
-    # Elements that a block makes, and blocks of all arrays.
-    block_size: Any = scalar("int32")
-    num_blocks: Any = scalar("int32")
-
-
-ADVANCE_ARRAYS = Signature(
-    StepInputs,
-    ("last", "current", "changes", "new_rows", "new_page_ids", "block_size", "num_blocks"),
-)

@@ -4,8 +4,8 @@
 A row of a quantized cache is kept as codes and, for each group of its values, a scale: a value is
 its code times the scale of its group. Sizes, groups and the range of codes come from here, for
 kernels, the memory of a cache, checkpoints and transfers alike. The order of codes within bytes is
-spelled again by the code that packs and unpacks them: `cpu/codes.py`,
-`cpu/components/quantized_rows.py` and `code_blocks.py`, `cuda/tiles/codes.py`,
+spelled again by the code that packs and unpacks them: `cpu/pages/codes.py`,
+`cpu/pages/quantized_rows.py` and `cpu/rows/code_rows.py`, `cuda/tiles/codes.py`,
 `cuda/components/quantized_rows.py` and, in NumPy, `cache/page_format.py` of the package.
 
 A page is a run of bytes::

@@ -10,7 +10,8 @@ import pytest
 from tir_kernels.cpu.isa.bf16 import PairOperands
 from tir_kernels.cpu.isa.matrices.tile_pairs import TilePairs
 from tir_kernels.cpu.isa.operands import Float32Operands
-from tir_kernels.cpu.tiles.kv_operands import operands, single_row_operands
+from tir_kernels.cpu.rows.products import single_row_operands
+from tir_kernels.cpu.tiles.kv_operands import operands
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import choices, class_of, resolve_target, targets, vector_target
 from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix

@@ -12,8 +12,8 @@ import re
 import pytest
 
 from tir_kernels import build_kernel
-from tir_kernels.cpu.isa.bytes import packing, vnni
-from tir_kernels.cpu.rows.code_blocks import has_code_blocks
+from tir_kernels.cpu.isa.bytes import dots, packing
+from tir_kernels.cpu.rows.products import has_byte_products
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import compile_kernel, resolve_target, vector_target
 
@@ -84,7 +84,7 @@ attributes #0 = { alwaysinline nounwind readnone }
 
 @pytest.fixture
 def plain_instructions(monkeypatch):
-    monkeypatch.setattr(vnni, "LLVM_HELPERS", BYTE_DOT)
+    monkeypatch.setattr(dots, "VNNI_HELPERS", BYTE_DOT)
     monkeypatch.setattr(packing, "_LLVM_HELPERS", PACK)
     with altered_kernels():
         yield
@@ -93,7 +93,7 @@ def plain_instructions(monkeypatch):
 @parametrize_cases
 def test_decode(plain_instructions, case):
     spec = make_spec(*case, target=TARGET)
-    assert has_code_blocks(spec)
+    assert has_byte_products(spec)
     batch = PagedBatch(spec, DECODE_BATCHES["mixed"], 0)
     batch.decode()
     batch.verify()
@@ -107,7 +107,7 @@ def test_append(plain_instructions, case):
 def test_code_for_such_a_cpu():
     """Byte dot products, and a mask register that takes the fifth bits of 64 columns."""
     spec = make_spec((6, 2), 64, (F32, "int5,int4"), 16, target=vector_target("znver4"))
-    assert has_code_blocks(spec)
+    assert has_byte_products(spec)
     module = compile_kernel(build_kernel("decode", spec), "decode", resolve_target("znver4"))
     assembly = module.inspect_source("s")
     assert "vpdpbusd" in assembly

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tir_kernels import build_kernel
-from tir_kernels.cpu.rows.word_products import has_word_products
+from tir_kernels.cpu.rows.products import has_word_products
 from tvm_pagedkv.compiler import compile_kernel, resolve_target, vector_target
 
 from ..reference import quantized

@@ -18,18 +18,24 @@ from ...semantics.visibility import CausalMask, WindowMask, sequences_of
 from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
 from ...signatures.inputs import PagedInputs
 from ...signatures.signature import Signature
-from ...spec import KernelSpec
+from ...spec import LOG2E, KernelSpec
 from ..isa.conversion import require_half_conversion
-from ..isa.simd import import_llvm, index_temp
+from ..isa.simd import F32, import_llvm, index_temp
 from ..pages.kv_rows import PagedRows
 from ..rotation.rotation import rotation_of
+from ..rows.kv_blocks import BLOCK, KvBlocks, VisibleSpans
+from ..rows.local_rows import (
+    Blocking,
+    QueryLoader,
+    RowSoftmax,
+    ScoreMask,
+    max_local_heads,
+    max_local_rows,
+)
 from ..rows.page_schedule import PageSchedule, Pairs, Slots
-from ..rows.query_rows import max_local_heads
-from ..rows.row_segments import RowSegments, finish
-from ..rows.single_row_products import helpers_of
-from ..softmax.output import Output
+from ..rows.products import helpers_of, products_of, single_row_operands
+from ..softmax.output import Output, finish
 from ..softmax.partial_states import PartialStates
-from ..tiles.kv_operands import single_row_operands
 from ..work import TASKS, Queue, cut
 
 
@@ -44,7 +50,7 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
         With views of the pages, `sequences`, `mask` and `rope`. With `ListedRows`, rows of Q are
         its sequences, and its pages positions.
     ops : operands object
-        As `kv_operands.single_row_operands` chooses it.
+        As `products.single_row_operands` chooses it.
     kind : type
         Where K and V are: `PagedRows` or `ListedRows`.
     tables_per_row : int32 expression, optional
@@ -63,12 +69,13 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
     queue = Queue()
     queue.begin()
     ops.begin([a.q, *arrays_of(a.pages)])
-    helpers = T.meta_var(helpers_of(spec, kind is not PagedRows))
+    helpers = T.meta_var(helpers_of(spec, is_listed=kind is not PagedRows))
     import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers)
 
     for _ in T.parallel(schedule.num_tasks, annotations=TASKS):
-        segments, pair = RowSegments(spec, ops, a, states, output, kind), Pairs(schedule)
-        segments.begin()
+        row, pair = RowAttention(spec, ops, a, states, output, kind), Pairs(schedule)
+        a.rope.begin_task()
+        row.begin()
         pair.begin()
         split_id = T.cast(queue.take(), "int32")
         while split_id < schedule.num_splits:
@@ -76,7 +83,7 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
             while pair.has_next():
                 pair.take()
                 if pair.num_segments > 0:
-                    segments.attend(pair, page_size, slots.first(split_id))
+                    row.attend(pair, page_size, slots.first(split_id))
             split_id = T.cast(queue.take(), "int32")
 
     merge_tasks = slots.num_merge_tasks(max_local_heads(spec) * group)
@@ -103,6 +110,129 @@ def attend(spec: KernelSpec, a: PagedInputs, ops, kind: type = PagedRows, tables
             first = T.meta_var(schedule.first_head_of(sequence) * group)
             for head in range(schedule.heads * group):
                 output.clear(schedule.row_of(sequence), first + head)
+
+
+@T.meta_class
+class RowAttention:
+    """Attention of one query row of a sequence with some KV heads, its local heads: of a pair.
+
+    The state of each segment is computed by itself. Those from the first one on are merged in a
+    slot of `states`; segments with which a task goes on in the middle get a slot each.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    ops : operands object
+        As `products.single_row_operands` chooses it.
+    a : the kernel's arguments, with `sequences`, `mask` and `rope`.
+    states : PartialStates
+    output : Output
+        Whose rows begin with their sinks.
+    kind : type
+        Where K and V are: `PagedRows` or `ListedRows`.
+
+    Attributes
+    ----------
+    q : elements of `ops` ``[row of all local heads, element]``
+    o : float32 ``[row of all local heads, v_head_dim]``
+        Sums of V, times weights.
+    scores : float32 ``[row of a local head, BLOCK]``
+        Logits times log2(e).
+    weights : elements of `ops`, as `scores`
+    """
+
+    def __init__(self, spec, ops, a, states, output, kind: type = PagedRows):
+        self.spec, self.a, self.states, self.output = spec, a, states, output
+        self.row_sets = Blocking.of(spec).row_sets
+        padded_rows, num_rows = Blocking.of(spec).padded_rows, max_local_rows(spec)
+        self.factor = T.local_scalar(F32)  # of the scores
+        self.q = T.alloc_buffer((num_rows, spec.qk_head_dim // ops.numbers), ops.dtype)
+        self.o = T.alloc_buffer((num_rows, spec.v_head_dim), F32)
+        self.scores = T.alloc_buffer((padded_rows, BLOCK), F32)
+        self.weights = self.scores  # in whose place they come
+        if ops.numbers > 1:
+            self.weights = T.alloc_buffer((padded_rows, BLOCK // ops.numbers), ops.dtype)
+        self.softmax, self.mask = RowSoftmax(spec, ops), ScoreMask(spec)
+        self.loader = QueryLoader(spec, ops, a.rope, self.factor)
+        is_listed = kind is not PagedRows
+        self.qk, self.pv = products_of(spec, ops, a.rope, self.factor, is_listed=is_listed)
+        self.spans, self.kv = VisibleSpans(a), KvBlocks(spec, a, kind)
+
+    @inline
+    def begin(self):
+        """Begin a task."""
+        self.factor = self.a.sm_scale * T.float32(LOG2E)
+
+    @inline
+    def attend(self, pair, page_size, slot):
+        """Attend with the row of a pair to its segments, and store its result if it has them all.
+
+        Parameters
+        ----------
+        pair : Pairs, or what has its attributes
+        page_size : int
+        slot : int32 expression
+            Takes the state of the segments from the first one on; the following ones take others.
+        """
+        a, spec, o, softmax = T.meta_var((self.a, self.spec, self.o, self.softmax))
+        states, group, spans = T.meta_var((self.states, spec.group_size, self.spans))
+        sequence, token = T.meta_var((pair.sequence, pair.row))
+        position = T.meta_var(a.q_position(token))
+        kv_len = T.meta_var(a.sequences.kv_len(sequence, pair.num_pages))
+        spans.begin_sequence(sequence, kv_len, position)
+        a.rope.begin_sequence(spans.length)
+        self.kv.begin_pair(sequence, pair.first_head, pair.num_heads)
+        for head in range(pair.num_heads):
+            self.loader.load(a.q, token, pair.first_head + head, self.q, head, position)
+            self.mask.begin_head(pair.first_head + head, head, position)
+            self.qk.begin_head(self.q, head)
+        for i in range(pair.num_segments):
+            first_page = pair.first_page + i * pair.segment
+            last_page = T.min(first_page + pair.segment, pair.last_page)
+            pages = T.meta_var((first_page, last_page, pair.last_page))
+            self.attend_to_segment(pair, first_page, *(page * page_size for page in pages))
+            if pair.num_pages > pair.segment:
+                for row in range(pair.num_heads * group):
+                    if first_page == 0:
+                        states.put(states.at(slot, row), *softmax.result(o, row))
+                    elif pair.first_page > 0:
+                        states.put(states.at(slot + 1 + i, row), *softmax.result(o, row))
+                    else:
+                        states.add(states.at(slot, row), *softmax.result(o, row))
+        if pair.is_whole:
+            for row in range(pair.num_heads * group):
+                head = T.meta_var(pair.first_head * group + row)
+                if pair.num_pages > pair.segment:
+                    finish(a.rope, self.output, token, head, *states.result(states.at(slot, row)))
+                else:
+                    finish(a.rope, self.output, token, head, *softmax.result(o, row))
+
+    @inline
+    def attend_to_segment(self, pair, first_page, begin, end, last):
+        """Let the rows of a pair see the positions ``begin .. end - 1`` alone."""
+        q, scores, weights, o = T.meta_var((self.q, self.scores, self.weights, self.o))
+        qk, mask, softmax, pv = T.meta_var((self.qk, self.mask, self.softmax, self.pv))
+        sink_logits, spans, kv = T.meta_var((self.a.sink_logits, self.spans, self.kv))
+        for head in range(pair.num_heads):
+            softmax.clear(o, head)
+            if sink_logits is not None:
+                if first_page == 0:
+                    softmax.begin_with_sinks(sink_logits, pair.first_head + head, head)
+        for span in range(spans.count):
+            spans.take(span)
+            kv.begin_span(spans, begin, end, last)
+            for block in range(kv.num_blocks):
+                kv.begin_block(block)
+                qk.begin_block(kv, spans.k_offset)
+                for head in range(pair.num_heads):
+                    kv.begin_head(head)
+                    qk.multiply(q, kv, scores)  # S = Q K^T
+                    mask.apply(scores, kv, spans.k_offset)
+                    pv.load_v(kv)
+                    for row_set in range(self.row_sets):
+                        softmax.update(scores, weights, head, row_set)  # P = exp2(S - maximum)
+                        pv.multiply(weights, kv, o, softmax.rescale, row_set)  # O += P V
+        pv.finish(o, pair.num_heads)
 
 
 def decode(spec: KernelSpec, signature: Signature = DECODE):

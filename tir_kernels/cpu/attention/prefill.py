@@ -33,10 +33,10 @@ from ..isa.matrices.register_tile import ColumnTiles
 from ..isa.simd import import_llvm, index_temp
 from ..pages.kv_rows import PagedRows, RaggedRows
 from ..rotation.rotation import rotation_of
-from ..rows.single_row_products import helpers_of
+from ..rows.products import helpers_of, single_row_operands
 from ..softmax.logits import AlibiBias
 from ..softmax.online_softmax import OnlineSoftmax
-from ..tiles.kv_operands import operands, single_row_operands
+from ..tiles.kv_operands import operands
 from ..tiles.packed_kv import POSITIONS, PackedKv
 from ..tiles.query_tile import BLOCKS, QueryTile, Tiling
 from ..tiles.row_bounds import RowBounds, TilePart

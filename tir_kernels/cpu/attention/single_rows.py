@@ -9,12 +9,12 @@ from ...script import inline
 from ...semantics.visibility import CausalMask, WindowMask
 from ...spec import KernelSpec
 from ..isa.simd import index_temp
+from ..rows.local_rows import max_local_heads
 from ..rows.page_schedule import segment_of
-from ..rows.query_rows import max_local_heads
-from ..rows.row_segments import RowSegments
 from ..softmax.output import Output
 from ..softmax.partial_states import PartialStates
 from ..work import cut
+from .decode import RowAttention
 
 SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size
 
@@ -31,7 +31,7 @@ class Singles:
     ----------
     spec : KernelSpec
     ops : operands object
-        As `kv_operands.single_row_operands` chooses it.
+        As `products.single_row_operands` chooses it.
     a : the kernel's arguments, with `sequences`.
     num_tasks : int32 expression
     """
@@ -64,9 +64,9 @@ class Singles:
     def begin_task(self, task) -> None:
         """Make the buffers of a task."""
         self.task = task
-        self.segments = RowSegments(self.spec, self.ops, self.a, self.states, self.output)
+        self.row = RowAttention(self.spec, self.ops, self.a, self.states, self.output)
         self.pair = WholePair(self.spec, self.a)
-        self.segments.rows.begin()
+        self.row.begin()
 
     @inline
     def attend(self, queue, num_tasks):
@@ -93,7 +93,7 @@ class Singles:
         first_head = cut(heads, head_split, num_head_splits)
         num_heads = cut(heads, head_split + 1, num_head_splits) - first_head
         pair.begin(sequence, first_head, num_heads)
-        self.segments.attend(pair, self.spec.page_size, self.task)
+        self.row.attend(pair, self.spec.page_size, self.task)
 
 
 @T.meta_class

@@ -27,18 +27,24 @@ ROWS_AT_ONCE = 4  # of V
 
 
 class Float32Operands:
-    """One float32 number is one element."""
+    """One float32 number is one element.
+
+    Parameters
+    ----------
+    lanes : int
+    steps : str, optional
+        What adds the products of `RegisterTile`, if it is not `fma`: a key of `matrices.STEPS`.
+    """
 
     dtype = F32
     numbers = 1  # of an element
     llvm_helpers = ()
     scale_in_q = True  # the scores need no scaling any more
     broadcasts_from_memory = False  # the instruction that multiplies
-    steps = None  # what adds the products of `RegisterTile`, if it is not `fma`: see `neon.steps`
     product_tile = None  # what multiplies matrices instead of `RegisterTile`
 
-    def __init__(self, lanes: int):
-        self.lanes = lanes
+    def __init__(self, lanes: int, steps: str | None = None):
+        self.lanes, self.steps = lanes, steps
 
     def begin(self, buffers) -> None:
         """Nothing to prepare."""

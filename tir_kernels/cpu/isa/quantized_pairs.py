@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .bf16 import INT32, PairOperands
-from .neon.pairs import NeonPairs
+from .bf16 import INT32, NeonPairs, PairOperands
 from .simd import broadcast, shuffle, temp
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk of a query row over the positions of its sequence: visible spans, and blocks of them.
+"""The walk of a query row over the positions of its sequence, from its pages down to tiles.
 
-The loop over KV heads is inside the loop over blocks of positions, so that a page is read from
-start to end: the heads of a page are adjacent, and sequential reads are faster (by a fifth, for
-pages of 4 KiB per head).
+Ranges of positions nest::
 
-A CPU drops prefetches while its miss queue is full, and a dropped line costs the whole latency when
-it is needed. Every line is therefore prefetched several times: one head ahead (the same positions
-of the next KV head), half a head ahead (lines of K while V is read, and of V while K is), and a few
-rows ahead. On Zen 4 one thread reads a quarter more bytes per second in float32; data that is in
-the caches already is processed up to 15 % slower.
+    segment   pages of a sequence, whose state is computed by itself (`page_schedule`)
+      span    positions of a segment that the row sees: all, or those on a side of a gap
+        block   `BLOCK` positions of a span: a step of the softmax
+          tile    positions whose pages are looked up together: of K as many as are multiplied
+                  at once, of V `TILE` or, where pages are smaller, those of a page
+
+The loop over KV heads is inside the loop over blocks, so that a page is read from start to end: the
+heads of a page are adjacent, and sequential reads are faster (by a fifth, for pages of 4 KiB per
+head).
 """
 
 from tvm.script import tirx as T
@@ -20,9 +22,10 @@ from ...spec import KernelSpec
 from ...vectors import ramp
 from ..isa.simd import broadcast
 from ..pages.kv_rows import PagedRows
+from .prefetch import NextRows
 
 BLOCK = 64  # positions of a softmax step
-STRIP = 16  # rows of V that are read in all their columns before the next ones
+TILE = 16  # positions of V that are read in all their columns before the next ones
 
 
 @T.meta_class
@@ -106,21 +109,20 @@ class KvBlocks:
     local_head : int32
     rows : PagedRows
         K and V of the local head.
-    following : PagedRows
-        K and V that come next, from position `following_first` on.
+    next : NextRows
+        K and V that come next.
     """
 
     def __init__(self, spec: KernelSpec, a, kind: type = PagedRows):
         self.spec, self.page_indptr = spec, a.page_indptr
         for name in (
-            *("first_entry", "last_entry", "first_head", "num_heads", "head", "following_head"),
-            *("visible", "restart", "begin", "end", "last", "first", "count", "num_hidden"),
-            *("next_head", "next_first", "local_head", "following_first"),
+            *("first_entry", "last_entry", "first_head", "num_heads", "head", "local_head"),
+            *("visible", "restart", "begin", "end", "first", "count", "num_hidden"),
         ):
             setattr(self, name, T.local_scalar("int32"))
         table = a.pages, a.page_ids, self.first_entry, self.last_entry
         self.rows = kind(spec, *table, head=self.head)
-        self.following = kind(spec, *table, head=self.following_head)
+        self.next = NextRows(self, lambda head: kind(spec, *table, head=head))
 
     @inline
     def begin_pair(self, sequence, first_head, num_heads):
@@ -134,14 +136,14 @@ class KvBlocks:
     def begin_span(self, span, begin, end, last):
         """Select the positions of a span that are in ``begin .. end - 1``.
 
-        The first one is aligned to a strip or a page: some may be hidden. The positions up to
-        `last` are read next, so they are prefetched.
+        The first one is aligned to a tile or a page: some may be hidden. The positions up to `last`
+        are read next.
         """
         self.visible = span.begin
-        self.restart = span.begin // STRIP * STRIP
+        self.restart = span.begin // TILE * TILE
         self.begin = T.max(begin, self.restart)
         self.end = T.max(self.begin, T.min(end, span.end))
-        self.last = T.max(self.begin, T.min(last, span.end))
+        self.next.begin_span(T.max(self.begin, T.min(last, span.end)))
 
     @property
     def num_blocks(self):
@@ -154,21 +156,14 @@ class KvBlocks:
         self.first = self.begin + i * BLOCK
         self.count = T.min(BLOCK, self.end - self.first)
         self.num_hidden = self.visible - self.first
-        # Behind the last position, prefetches take the next heads of the pages.
-        is_last = T.meta_var(self.first + BLOCK >= self.last)
-        self.next_first = T.if_then_else(is_last, self.restart, self.first + BLOCK)
-        self.next_head = T.if_then_else(is_last, self.num_heads, 0)
+        self.next.begin_block(self.first + BLOCK)
 
     @inline
     def begin_head(self, local_head):
         """Select a local head in the same block."""
-        last_head = T.meta_var(self.spec.num_kv_heads - 1)
-        is_last = T.meta_var(local_head == self.num_heads - 1)
         self.local_head = local_head
-        self.head = T.min(self.first_head + local_head, last_head)
-        following = T.meta_var(T.if_then_else(is_last, self.next_head, local_head + 1))
-        self.following_head = T.min(self.first_head + following, last_head)
-        self.following_first = T.if_then_else(is_last, self.next_first, self.first)
+        self.head = T.min(self.first_head + local_head, self.spec.num_kv_heads - 1)
+        self.next.begin_head(local_head)
 
     @property
     def hides_some(self):

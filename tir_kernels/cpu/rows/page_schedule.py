@@ -17,7 +17,7 @@ from ...spec import KernelSpec
 from ..isa.simd import index_temp
 from ..work import Splits, cut, num_threads
 from ..workspace import Workspace
-from .query_rows import max_local_heads
+from .local_rows import max_local_heads
 
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
 MIN_ELEMENTS = 1 << 16  # of K that are worth a split

@@ -25,7 +25,7 @@ class Output:
     merges : bool
         Whether results are merged with what the rows hold, instead of replacing it.
     begin_with_sinks : bool
-        Whether the rows of the kernel began with their sinks, see `QueryRows.begin_with_sinks`.
+        Whether the rows of the kernel began with their sinks, see `RowSoftmax.begin_with_sinks`.
     """
 
     def __init__(
@@ -102,3 +102,10 @@ class Output:
             return T.float32(0), log_sum(T.float32(0), T.float32(0))
         factor, log = self._with_sink(head, T.float32(NOTHING_SEEN), T.float32(0))
         return simd.temp(T.Select(factor >= T.float32(0), T.float32(0), factor), 1), log
+
+
+@inline
+def finish(rope, output, token, head, sums, row, row_max, row_sum):
+    """Store a row that has seen everything; sums of V are multiplied back, if V was."""
+    rope.restore(sums, row)
+    output.finish(token, head, sums, row, row_max, row_sum)

@@ -23,7 +23,8 @@ from ..isa.conversion import require_half_conversion
 from ..isa.simd import index_temp
 from ..rotation.hadamard_rotation import HadamardRotation
 from ..rotation.inline_rope import NoRotation
-from ..tiles.kv_operands import operands, single_row_operands
+from ..rows.products import single_row_operands
+from ..tiles.kv_operands import operands
 from ..tiles.kv_tile import POSITIONS
 from .block_pages import BlockPages
 from .listed_rows import ListedLatentRows, ListedRows

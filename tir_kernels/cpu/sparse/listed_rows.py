@@ -7,7 +7,7 @@ from tvm.script import tirx as T
 
 from ...layout import QuantizedPages, latent_index, slot_offset, slot_page
 from ..pages.kv_rows import PagedRows, Tile
-from ..rows.kv_blocks import STRIP
+from ..rows.kv_blocks import TILE
 
 
 @T.meta_class
@@ -34,7 +34,7 @@ class ListedTile(Tile):
 class ListedRows(PagedRows):
     """The rows at a list of slots: `values` has slots, and "positions" count in the list."""
 
-    run = STRIP  # of any slots that are taken together
+    run = TILE  # of any slots that are taken together
 
     def tile(self, position, count: int) -> Tile:
         """`count` slots from `position` on."""

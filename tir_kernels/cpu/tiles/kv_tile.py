@@ -9,6 +9,7 @@ from ...script import inline
 from ...spec import KernelSpec
 from ..isa.columns import for_chunks
 from ..isa.matrices.register_tile import UNROLL, RegisterTile, round_up
+from ..isa.matrices.steps import Transposed
 from ..isa.operands import ROWS_AT_ONCE, copy_v
 from ..isa.shuffles import next_power_of_two
 from ..isa.simd import (
@@ -22,7 +23,6 @@ from ..isa.simd import (
     store,
     temp,
 )
-from ..isa.transposed import Transposed
 
 POSITIONS = 64  # of a tile
 

@@ -11,7 +11,7 @@ which are merged in the same call, in the order of positions.
 from tvm.script import tirx as T
 
 from ...script import inline
-from ..rows.row_segments import finish
+from ..softmax.output import finish
 from ..work import cut, num_threads
 from ..workspace import Workspace
 from .kv_tile import POSITIONS

@@ -11,8 +11,8 @@ from itertools import product
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.isa.bytes import words
-from tir_kernels.cpu.isa.bytes.byte_shuffles import INT32
-from tir_kernels.cpu.isa.bytes.vnni import UnsignedDots
+from tir_kernels.cpu.isa.bytes.dots import UnsignedDots
+from tir_kernels.cpu.isa.shuffles import INT32
 from tir_kernels.cpu.isa.simd import (
     F32,
     Register,

@@ -11,8 +11,8 @@ import numpy as np
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.isa.bytes import words
+from tir_kernels.cpu.isa.bytes.dots import UnsignedDots
 from tir_kernels.cpu.isa.bytes.two_bytes import MOST
-from tir_kernels.cpu.isa.bytes.vnni import UnsignedDots
 from tir_kernels.cpu.isa.simd import (
     F32,
     add,

@@ -11,20 +11,21 @@ from collections.abc import Callable, Sequence
 
 from tvm.script import tirx as T
 
+from ....script import inline
 from .. import simd
-from ..shuffles import next_power_of_two, reduce_each
+from ..shuffles import INT32, next_power_of_two, reduce_each, transpose
 from ..simd import (
     F32,
     broadcast,
     constant,
     fused_multiply_add,
     index_temp,
+    load,
     shuffle,
     store,
     temp,
     vector_type,
 )
-from .byte_shuffles import INT32
 
 MOST = 32639.0  # 127 * 256 + 127: the largest number of two signed bytes
 
@@ -145,6 +146,64 @@ class TwoBytes:
         """Keep the bytes of some numbers of four rows."""
         for n, dwords in enumerate((high, low)):
             store(self.dwords, (four, n, dword, 0), self.lanes, dwords, INT32)
+
+
+@T.meta_class
+class VectorBytes(TwoBytes):
+    """`TwoBytes` whose dwords fill vectors: the instruction takes these as operands in memory.
+
+    Broadcasts would be a quarter of the instructions otherwise, and take registers.
+    """
+
+    def __init__(
+        self, dots, num_sets: int, rows: int, width: int, zero: int, *, num_segments: int = 1
+    ):
+        super().__init__(dots, num_sets, rows, width, zero, num_segments=num_segments)
+        self.num_dwords = width // 4
+        shape = (num_sets, rows, self.num_dwords, 2, self.lanes)
+        self.vectors = T.alloc_buffer(shape, INT32)
+
+    @inline
+    def set_rows(self, of_set, source):
+        """Take the numbers ``source(row, start)`` of the rows of a set."""
+        TwoBytes.set_rows(self, of_set, source)
+        for i in range(self.num_dwords):
+            self._fill_vectors(of_set, i)
+
+    def _fill_vectors(self, of_set, i) -> None:
+        for row in range(self.rows):
+            for is_low in range(2):
+                value = broadcast(TwoBytes.dword(self, of_set, row, is_low, i), self.lanes)
+                store(self.vectors, (of_set, row, i, is_low, 0), self.lanes, value, INT32)
+
+    def dword(self, of_set, row: int, is_low: int, dword):
+        """Four bytes of a row of a set, in each lane."""
+        return load(self.vectors, (of_set, row, dword, is_low, 0), self.lanes, INT32)
+
+
+@T.meta_class
+class MatrixBytes(TwoBytes):
+    """`TwoBytes` as matrices: ``[four rows, two dwords, row, high or low and dword]``.
+
+    A matrix has the high bytes of eight numbers, then the low ones.
+    """
+
+    @staticmethod
+    def _shape(width: int) -> tuple[int, int, int]:
+        return width // 8, 4, 4
+
+    def _put(self, four, dword: int, high, low) -> None:
+        """Keep the bytes of some numbers of four rows, two dwords at a time."""
+        if dword % 2 == 0:
+            self.held = high, low
+            return
+        for row, value in enumerate(transpose([self.held[0], high, self.held[1], low], INT32)):
+            store(self.dwords, (four, dword // 2, row, 0), 4, value, INT32)
+
+    def matrix(self, of_set, row: int, dword):
+        """The bytes of eight numbers of a row, from an even dword on."""
+        at = of_set * self.fours + row // 4, dword // 2, row % 4, 0
+        return load(self.dwords, at, 4, INT32)
 
 
 # Added to a small number, it leaves in the low bits the nearest whole number plus 128: with that,

@@ -6,6 +6,7 @@ from tvm.script import tirx as T
 from ....script import inline
 from ....spec import VectorTarget
 from ..simd import F32, broadcast, constant, load, store
+from .steps import STEPS
 
 UNROLL = 2  # elements of a sum that one step takes
 
@@ -114,7 +115,7 @@ class RegisterTile:
         prefetch : callable, optional
             ``(step)``, called in each of the ``depth // UNROLL`` steps.
         """
-        steps = T.meta_var(self.ops.steps)
+        steps = T.meta_var(STEPS.get(self.ops.steps))
         if steps is not None:
             steps.begin(self)
         for step in range(depth // UNROLL):

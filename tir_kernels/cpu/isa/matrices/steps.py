@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of the products of register tiles whose instructions take more than a vector and a number.
+"""Steps of the products of register tiles on AArch64, which take more than a vector and a number.
 
 A step adds the products of two elements of each row of A, in vectors, and of two rows of B. A
 `RegisterTile` calls `begin` before its steps, and `end` behind them.
@@ -8,13 +8,23 @@ A step adds the products of two elements of each row of A, in vectors, and of tw
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tvm.script import tirx as T
 
 from ..simd import broadcast, load, shuffle, temp
-from ..transposed import Transposed
 
 ROWS = 4  # of a transposed matrix: a vector
+
+
+class Transposed(NamedTuple):
+    """A matrix whose rows are the columns of a buffer."""
+
+    buffer: object
+
+    def __getitem__(self, at: tuple):
+        row, column = at
+        return self.buffer[column, row]
 
 
 class LaneSteps:
@@ -73,6 +83,9 @@ class MatrixSteps:
                     at = list(tile.at(2 * i + n, j))
                     sums = tile.ops.add_matrices(tile.sums[tuple(at)], left, right)
                     T.buffer_store(tile.sums, sums, at)
+
+
+STEPS = {"lanes": LaneSteps, "matrices": MatrixSteps}  # by the operands' `steps`
 
 
 def _vectors(tile, b, column, k) -> list:

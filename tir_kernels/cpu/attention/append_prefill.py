@@ -23,7 +23,7 @@ from ...spec import KernelSpec
 from ..isa import simd
 from ..isa.cos_sin import turn
 from ..isa.simd import F32, load, rounded, store, temp
-from ..rotation.inline_rope import NoRotation
+from ..rotation import NoRotation
 from ..worker import CosSin, RowCopy, RowRotation, Worker
 from .prefill import paged
 

@@ -19,10 +19,9 @@ from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
 from ...signatures.inputs import PagedInputs
 from ...signatures.signature import Signature
 from ...spec import LOG2E, KernelSpec
-from ..isa.conversion import require_half_conversion
-from ..isa.simd import F32, import_llvm, index_temp
+from ..isa.simd import F32, import_llvm, index_temp, require_half_conversion
 from ..pages.kv_rows import PagedRows
-from ..rotation.rotation import rotation_of
+from ..rotation import rotation_of
 from ..rows.kv_blocks import BLOCK, KvBlocks, VisibleSpans
 from ..rows.local_rows import (
     Blocking,
@@ -34,8 +33,7 @@ from ..rows.local_rows import (
 )
 from ..rows.page_schedule import PageSchedule, Pairs, Slots
 from ..rows.products import helpers_of, products_of, single_row_operands
-from ..softmax.output import Output, finish
-from ..softmax.partial_states import PartialStates
+from ..softmax.output import Output, PartialStates, finish
 from ..work import TASKS, Queue, cut
 
 

@@ -14,8 +14,8 @@ from ...signatures.attention import MLA_PREFILL, MLA_PREFILL_SLIDING, MLA_TREE, 
 from ...signatures.inputs import PagedInputs
 from ...signatures.signature import Signature
 from ...spec import KernelSpec
-from ..isa.conversion import require_half_conversion
-from ..rotation.rotation import rotation_of
+from ..isa.simd import require_half_conversion
+from ..rotation import rotation_of
 from ..tiles.kv_operands import operands
 from ..tiles.kv_tile import POSITIONS
 from ..tiles.query_tile import tile_tokens

@@ -28,11 +28,10 @@ from ...signatures.attention import (
 from ...signatures.inputs import AttentionInputs, Elements, PagedInputs, RaggedInputs
 from ...signatures.signature import Signature
 from ...spec import KernelSpec
-from ..isa.conversion import require_half_conversion
 from ..isa.matrices.register_tile import ColumnTiles
-from ..isa.simd import import_llvm, index_temp
+from ..isa.simd import import_llvm, index_temp, require_half_conversion
 from ..pages.kv_rows import PagedRows, RaggedRows
-from ..rotation.rotation import rotation_of
+from ..rotation import rotation_of
 from ..rows.products import helpers_of, single_row_operands
 from ..softmax.logits import AlibiBias
 from ..softmax.online_softmax import OnlineSoftmax

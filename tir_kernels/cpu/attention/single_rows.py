@@ -11,8 +11,7 @@ from ...spec import KernelSpec
 from ..isa.simd import index_temp
 from ..rows.local_rows import max_local_heads
 from ..rows.page_schedule import segment_of
-from ..softmax.output import Output
-from ..softmax.partial_states import PartialStates
+from ..softmax.output import Output, PartialStates
 from ..work import cut
 from .decode import RowAttention
 

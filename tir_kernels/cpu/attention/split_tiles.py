@@ -15,8 +15,7 @@ from ...script import inline
 from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..pages.kv_rows import LatentRows, PagedRows
-from ..softmax.output import Output, finish
-from ..softmax.partial_states import PartialStates
+from ..softmax.output import Output, PartialStates, finish
 from ..tiles.kv_tile import POSITIONS, KvTile
 from ..tiles.lane_rows import LaneMask, LaneQueries, RowBlocks
 from ..tiles.lane_softmax import LaneSoftmax

@@ -10,7 +10,6 @@ from tvm.script import tirx as T
 from ...semantics.rope import inverse_frequencies, sin_cos
 from ...spec import RopeSpec
 from . import simd
-from .row_vectors import RowNumbers
 
 
 @T.meta_class
@@ -75,8 +74,8 @@ class CosSin:
             sink(start, lanes, first)
             sink(start + self.half, lanes, second)
 
-    def reorder(self, numbers: RowNumbers) -> None:
-        """Bring the only row into the order of chunks, for `rotate_chunk`."""
+    def reorder(self, numbers) -> None:
+        """Bring the only row into the order of chunks of `RowNumbers`, for `rotate_chunk`."""
         for buffer in (self.cos, self.sin):
             for start, count in numbers.chunks(self.half):
                 parts = numbers.parts(start, count)
@@ -84,9 +83,7 @@ class CosSin:
                 for (at, lanes), value in zip(parts, numbers.reorder(row), strict=True):
                     simd.store(buffer, (0, at), lanes, value)
 
-    def rotate_chunk(
-        self, numbers: RowNumbers, start, count: int, source: tuple, sink: tuple
-    ) -> None:
+    def rotate_chunk(self, numbers, start, count: int, source: tuple, sink: tuple) -> None:
         """Rotate a chunk of a row and the one half a row behind, in the order of chunks.
 
         Source and sink are buffers with the leading indices of their rows.

@@ -19,9 +19,8 @@ from contextlib import nullcontext
 from tvm.script import tirx as T
 
 from ...script import inline
-from .columns import steps
 from .shuffles import concatenate, transpose
-from .simd import F32, broadcast, constant, load, store, temp
+from .simd import F32, broadcast, constant, load, steps, store, temp
 
 ROWS_AT_ONCE = 4  # of V
 

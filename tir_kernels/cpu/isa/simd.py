@@ -12,7 +12,7 @@ Rules that these fragments encode (each costs a factor when broken):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -20,8 +20,8 @@ from tvm.tirx.script.builder.utils import _FrameScope
 
 from ... import vectors
 from ...codec import CODECS
-from ...spec import ITEMSIZE
-from ...vectors import F32, broadcast, constant, ramp, vector_type
+from ...spec import ITEMSIZE, KernelSpec, VectorTarget
+from ...vectors import F32, Chunk, broadcast, constant, ramp, vector_type
 from ...vectors import chunks as chunks
 from ...vectors import load as load
 
@@ -232,3 +232,39 @@ def elements_per_line(dtype: str) -> int:
     if dtype in CODECS:
         return 1 << (CACHE_LINE_BYTES * 8 // CODECS[dtype].bits).bit_length() - 1
     return CACHE_LINE_BYTES // ITEMSIZE[dtype]
+
+
+def for_chunks(width: int, lanes: int, body: Callable[[int, int], None]) -> None:
+    """Emit ``body(start, lanes)`` for the vectors of a row."""
+    for chunk in chunks(width, lanes):
+        body(chunk.start, chunk.lanes)
+
+
+def steps(width: int, lanes: int, per_step: int) -> Iterator[tuple[object, list[Chunk]]]:
+    """Yield ``(first_column, chunks)`` of steps of `per_step` vectors, then of the rest.
+
+    Chunks of a step start at columns relative to `first_column`.
+    """
+    step = per_step * lanes
+    whole = width // step
+    if whole == 1:
+        yield 0, chunks(step, lanes)
+    elif whole > 1:
+        with T.serial(whole) as i:
+            yield i * step, chunks(step, lanes)
+    if width % step:
+        yield whole * step, chunks(width % step, lanes)
+
+
+def require_half_conversion(spec: KernelSpec, *dtypes: str) -> None:
+    """Refuse float16 where every element would be a library call."""
+    require_half_target(spec.target, dtypes, f"dtype={spec.dtype}, kv_dtype={spec.kv_dtype}")
+
+
+def require_half_target(target: VectorTarget, dtypes: Sequence[str], got: str) -> None:
+    """Do what `require_half_conversion` does, for kernels without a `KernelSpec`."""
+    if "float16" in dtypes and not target.has_f16_convert:
+        raise ValueError(
+            "float16 needs a CPU target that converts float16 in hardware (F16C, AVX-512F or "
+            f"AArch64), got {got}, has_f16_convert=False"
+        )

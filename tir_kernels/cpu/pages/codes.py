@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from ...codec import Codec
 from ...layout import QuantizedPages
 from ...spec import VectorTarget
-from ..isa.bytes import bit_masks, packing
+from ..isa.bytes import packing
 from ..isa.shuffles import concatenate
 from ..isa.simd import F32, broadcast, constant, ramp, rint, temp, vector_type
 
@@ -87,7 +87,7 @@ def _load_bits(pages: QuantizedPages, row: Sequence, column, lanes: int):
 def load_unpacked(pages: QuantizedPages, row: Sequence, column: int, num_columns: int):
     """The codes of columns, less the lowest code, a byte each: int32, four columns a lane.
 
-    Only of codecs with a bit plane. Within `bit_masks.scope`.
+    Only of codecs with a bit plane. Within `packing.mask_scope`.
     """
     half = pages.spec.qk_head_dim // 2
     size = math.gcd(half, num_columns)  # columns of a half, side by side in memory
@@ -101,7 +101,7 @@ def load_unpacked(pages: QuantizedPages, row: Sequence, column: int, num_columns
     low, lanes = concatenate(parts, size // 4, "int32"), num_columns // 4
     data = pages.codes[(*row, ramp(half + column // 8, num_columns // 8))]
     mask = T.reinterpret(f"uint{num_columns}", data)
-    bits = T.reinterpret(f"int32x{lanes}", bit_masks.select(mask, num_columns))
+    bits = T.reinterpret(f"int32x{lanes}", packing.select(mask, num_columns))
     return T.bitwise_or(low, T.bitwise_and(bits, broadcast(T.int32(0x10101010), lanes)))
 
 
@@ -212,7 +212,7 @@ def _store_bytes(pages: QuantizedPages, row: Sequence, column, lanes: int, codes
         if codec.has_bit_plane:  # 16 more leaves the low bits alone
             half = pages.spec.qk_head_dim // 2
             for first, each in zip((column, column + half), codes, strict=True):
-                bits = T.reinterpret(f"uint8x{lanes // 8}", bit_masks.not_negative(each, lanes))
+                bits = T.reinterpret(f"uint8x{lanes // 8}", packing.not_negative(each, lanes))
                 T.buffer_store(pages.codes, bits, [*row, ramp(half + first // 8, lanes // 8)])
         else:
             data = T.bitwise_xor(data, integer(0x88 - 256))  # plus 8, modulo 16

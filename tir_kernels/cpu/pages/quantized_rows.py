@@ -18,8 +18,7 @@ from ...codec import Codec
 from ...layout import QuantizedPages
 from ...semantics.hadamard import block_factor, k_parts
 from ...vectors import Chunk
-from ..isa.bytes import bit_masks, packing
-from ..isa.columns import steps
+from ..isa.bytes import packing
 from ..isa.hadamard import transform
 from ..isa.shuffles import next_power_of_two, reduce_each
 from ..isa.simd import (
@@ -34,6 +33,7 @@ from ..isa.simd import (
     maximum,
     rint,
     shuffle,
+    steps,
     store,
     temp,
     vector_type,
@@ -107,11 +107,11 @@ class QuantizedRows:
 
         half = pages.spec.qk_head_dim // 2
         behind = (0, half) if codec.is_packed else (0,)  # columns of a byte
-        at_once = max(1, bit_masks.LANES // lanes) if codec.has_bit_plane else 1
+        at_once = max(1, packing.MASK_LANES // lanes) if codec.has_bit_plane else 1
         for begin, end in ((0, half),) if codec.is_packed else pages.groups:
             with (
                 packing.scope() if can_pack else nullcontext(),
-                bit_masks.scope() if codec.has_bit_plane else nullcontext(),
+                packing.mask_scope() if codec.has_bit_plane else nullcontext(),
             ):
                 for start, parts in steps(end - begin, lanes, VECTORS_AT_ONCE):
                     for run in _runs(parts, lanes, can_pack, at_once):

@@ -13,9 +13,8 @@ from ...semantics.decay import exp
 from ...signatures.states import CAUSAL_CONV, ConvInputs
 from ...spec import ITEMSIZE
 from ..isa import simd
-from ..isa.conversion import require_half_target
 from ..isa.row_vectors import RowNumbers
-from ..isa.simd import F32, constant, load, prefetch, ramp, shuffle, temp
+from ..isa.simd import F32, constant, load, prefetch, ramp, require_half_target, shuffle, temp
 from ..worker import items
 
 BLOCK = 512  # channels of an item, whose weights take less than half of a small L1 cache

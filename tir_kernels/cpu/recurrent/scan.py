@@ -19,8 +19,7 @@ from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
 from ...signatures.states import RECURRENT_SCAN, ScanInputs
-from ..isa.conversion import require_half_target
-from ..isa.simd import F32, import_llvm
+from ..isa.simd import F32, import_llvm, require_half_target
 from ..work import TASKS, Queue
 from ..worker import SERIAL_BELOW_BYTES
 from .recurrent_token import RecurrentToken

@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...spec import KernelSpec
 from ..isa.bf16 import PairOperands, are_pairs, pair_operands
-from ..isa.bytes import bit_masks, words
+from ..isa.bytes import packing, words
 from ..isa.bytes.dots import BytePairs, byte_dots
 from ..isa.operands import Float32Operands
 from .byte_products import BytePV, ByteQK
@@ -79,7 +79,7 @@ def helpers_of(spec: KernelSpec, *, is_listed: bool = False) -> tuple[str, ...]:
     if not has_byte_products(spec):
         return ()
     has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))
-    return (*byte_dots(spec.target).llvm_helpers, *([bit_masks.LLVM_HELPERS] if has_bits else []))
+    return (*byte_dots(spec.target).llvm_helpers, *([packing.MASK_HELPERS] if has_bits else []))
 
 
 def has_word_products(spec: KernelSpec) -> bool:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of attention: the rows of O and LSE."""
+"""Results of attention: the rows of O and LSE, and partial states, which are merged in order."""
 
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.partial_states import MergedLse
+from ...semantics.partial_states import MergedLse, selected
 from ...semantics.softmax import NOTHING_SEEN, inverse_total, log_sum, with_sink
 from ...signatures.inputs import AttentionInputs
 from ...spec import LOG2E, KernelSpec
 from ..isa import simd
-from ..isa.blend import weighted
-from ..isa.simd import broadcast, load, store
+from ..isa.simd import broadcast, exp2, load, multiply_add, store, store_row, temp
+from ..workspace import Workspace
+
+_TOP, _TOTAL = range(2)
 
 
 @T.meta_class
@@ -54,7 +56,7 @@ class Output:
     def _with_sink(self, head, row_max, row_sum) -> tuple:
         sink = self.sink_logits[head] * T.float32(LOG2E)
         top, factor, total = with_sink(sink, row_max, row_sum, simd)
-        return simd.temp(factor * inverse_total(total), 1), log_sum(top, total)
+        return temp(factor * inverse_total(total), 1), log_sum(top, total)
 
     @inline
     def put_lse(self, token, head, value):
@@ -72,7 +74,8 @@ class Output:
         for start, lanes in simd.chunks(width, self.spec.target.lanes):
             at, result = (token, head, first + start), value(start, lanes)
             if self.merges:
-                old = weighted(self.o, at, self.old_weight, lanes)
+                held = temp(load(self.o, at, lanes), lanes)
+                old = selected(held, self.old_weight, lanes, simd)  # whatever O holds
                 result = old + result * broadcast(self.new_weight, lanes)
             store(self.o, at, lanes, result)
 
@@ -101,7 +104,79 @@ class Output:
         if self.sink_logits is None:
             return T.float32(0), log_sum(T.float32(0), T.float32(0))
         factor, log = self._with_sink(head, T.float32(NOTHING_SEEN), T.float32(0))
-        return simd.temp(T.Select(factor >= T.float32(0), T.float32(0), factor), 1), log
+        return temp(T.Select(factor >= T.float32(0), T.float32(0), factor), 1), log
+
+
+@T.meta_class
+class PartialStates:
+    """States of rows in numbered slots: sums of V, and those of the softmax.
+
+    The positions of a sequence are cut into segments at places of its own, and the states of its
+    segments are merged from left to right by one operation, `add`. So a result has the same bits
+    whichever tasks attended to the segments, and when.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    num_slots : int32 expression
+    num_rows : int
+        Rows that a slot has room for.
+    """
+
+    def __init__(self, spec: KernelSpec, num_slots, num_rows: int):
+        self.spec, self.lanes, self.num_rows = spec, spec.target.lanes, num_rows
+        count = T.cast(num_slots, "int64") * num_rows
+        self._o = Workspace(count, (spec.v_head_dim,))
+        self._softmax = Workspace(count, (2,))
+        self.o, self.softmax = self._o.buffer, self._softmax.buffer
+
+    @inline
+    def free(self):
+        """Give the memory back, when all is merged."""
+        self._softmax.free()  # the last one first, as the pool likes it
+        self._o.free()
+
+    def at(self, slot, row):
+        """Return where a row of a slot is, in `o`."""
+        return temp(T.cast(slot, "int64") * self.num_rows + row, 1, "int64")
+
+    def result(self, at) -> tuple:
+        """Return `o`, the row in it, its maximum and sum, as `Output.finish` takes them."""
+        return self.o, at, self.softmax[at, _TOP], self.softmax[at, _TOTAL]
+
+    @inline
+    def put(self, at, sums, source, row_max, row_sum):
+        """Keep row `source` of `sums`, and its maximum and sum."""
+        width, o = T.meta_var((self.spec.v_head_dim, self.o))
+        store_row(o, (at,), width, self.lanes, lambda i, n: load(sums, (source, i), n))
+        self.softmax[at, _TOP] = row_max
+        self.softmax[at, _TOTAL] = row_sum
+
+    @inline
+    def add(self, at, sums, source, row_max, row_sum):
+        """Merge the state of the positions that come next into a state that is kept.
+
+        Products are fused in one way, wherever this is compiled.
+        """
+        width, o = T.meta_var((self.spec.v_head_dim, self.o))
+        top = T.max(self.softmax[at, _TOP], row_max)
+        earlier = exp2(self.softmax[at, _TOP] - top, 1)
+        later = exp2(row_max - top, 1)
+        product = self.softmax[at, _TOTAL] * earlier
+        self.softmax[at, _TOTAL] = multiply_add(row_sum, later, product, 1)
+        self.softmax[at, _TOP] = top
+        store_row(
+            o,
+            (at,),
+            width,
+            self.lanes,
+            lambda i, n: multiply_add(
+                load(sums, (source, i), n),
+                broadcast(later, n),
+                temp(load(o, (at, i), n) * broadcast(earlier, n), n),
+                n,
+            ),
+        )
 
 
 @inline

@@ -17,10 +17,19 @@ from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...signatures.sparse import INDEX_TOP_K, IndexInputs
 from ...spec import KernelSpec
-from ..isa.conversion import require_half_conversion
 from ..isa.matrices.register_tile import round_up
 from ..isa.shuffles import transpose
-from ..isa.simd import F32, broadcast, constant, import_llvm, index_temp, load, store, temp
+from ..isa.simd import (
+    F32,
+    broadcast,
+    constant,
+    import_llvm,
+    index_temp,
+    load,
+    require_half_conversion,
+    store,
+    temp,
+)
 from ..tiles.kv_operands import operands
 from ..tiles.kv_tile import POSITIONS
 from ..tiles.lane_softmax import LaneSoftmax

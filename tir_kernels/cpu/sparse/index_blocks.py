@@ -15,9 +15,8 @@ from ...layout import arrays_of, view_pages
 from ...script import inline, prim_func
 from ...signatures.sparse import INDEX_TOP_BLOCKS, IndexInputs
 from ...spec import KernelSpec
-from ..isa.conversion import require_half_conversion
 from ..isa.matrices.register_tile import round_up
-from ..isa.simd import F32, broadcast, constant, import_llvm, load, store
+from ..isa.simd import F32, broadcast, constant, import_llvm, load, require_half_conversion, store
 from ..tiles.kv_operands import operands
 from ..tiles.lane_softmax import LaneSoftmax
 from ..work import TASKS, cut, num_threads

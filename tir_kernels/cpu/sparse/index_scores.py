@@ -9,7 +9,7 @@ from ...script import inline
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..pages.kv_rows import LatentRows
-from ..rotation.inline_rope import NoRotation
+from ..rotation import NoRotation
 from ..tiles.kv_tile import POSITIONS, KvTile
 from ..tiles.lane_rows import LaneQueries, RowBlocks
 from ..tiles.lane_softmax import LaneSoftmax

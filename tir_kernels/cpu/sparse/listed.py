@@ -19,10 +19,8 @@ from ...signatures.inputs import Elements, PagedInputs
 from ...signatures.sparse import ATTEND_BLOCKS, ATTEND_LISTED, ListedInputs
 from ...spec import KernelSpec
 from ..attention import decode, split_tiles
-from ..isa.conversion import require_half_conversion
-from ..isa.simd import index_temp
-from ..rotation.hadamard_rotation import HadamardRotation
-from ..rotation.inline_rope import NoRotation
+from ..isa.simd import index_temp, require_half_conversion
+from ..rotation import HadamardRotation, NoRotation
 from ..rows.products import single_row_operands
 from ..tiles.kv_operands import operands
 from ..tiles.kv_tile import POSITIONS

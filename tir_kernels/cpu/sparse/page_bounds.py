@@ -13,9 +13,18 @@ from ...layout import K_PLANE, row_index, rows_of, view_pages
 from ...script import inline, prim_func
 from ...signatures.sparse import CHOOSE_PAGES, PAGE_BOUNDS, BoundsInputs
 from ...spec import KernelSpec
-from ..isa.columns import for_chunks
-from ..isa.conversion import require_half_conversion
-from ..isa.simd import F32, add, constant, import_llvm, load, reduce_lanes, store, temp
+from ..isa.simd import (
+    F32,
+    add,
+    constant,
+    for_chunks,
+    import_llvm,
+    load,
+    reduce_lanes,
+    require_half_conversion,
+    store,
+    temp,
+)
 from ..pages.kv_rows import load_row
 from ..work import TASKS, cut, num_threads
 from .top_k import OFFERED, TopK, TopKLists, keys_of, llvm_helpers

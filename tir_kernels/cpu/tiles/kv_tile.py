@@ -7,7 +7,6 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..isa.columns import for_chunks
 from ..isa.matrices.register_tile import UNROLL, RegisterTile, round_up
 from ..isa.matrices.steps import Transposed
 from ..isa.operands import ROWS_AT_ONCE, copy_v
@@ -18,6 +17,7 @@ from ..isa.simd import (
     broadcast,
     constant,
     elements_per_line,
+    for_chunks,
     load,
     reduce_lanes,
     store,

@@ -12,10 +12,9 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..isa.columns import for_chunks
 from ..isa.matrices.register_tile import RegisterTile, round_up
 from ..isa.shuffles import transpose
-from ..isa.simd import broadcast, load, store
+from ..isa.simd import broadcast, for_chunks, load, store
 from ..softmax.logits import AlibiBias, soft_cap
 from .tree_mask import TreeMask
 

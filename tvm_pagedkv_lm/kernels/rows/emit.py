@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as ir
 
-from tir_kernels.cpu.isa.conversion import require_half_target
+from tir_kernels.cpu.isa.simd import require_half_target
 from tir_kernels.spec import ITEMSIZE, VectorTarget
 
 # Decorates builders of kernels, which layers of one shape share: building the TIR of products takes

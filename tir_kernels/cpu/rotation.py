@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation of Q and K inside the attention kernels, for ``rotary_mode`` 1.
+"""Rotations of Q, K and O inside attention kernels.
 
-The pages then hold K as it came. The table is the one baked from the spec; a call that passes
-another base or scale is refused.
+`InlineRope` serves ``rotary_mode`` 1: pages hold K as it came. The table is the one baked from the
+spec; a call that passes another base or scale is refused. `HadamardRotation` serves pages that keep
+K and V multiplied with Hadamard matrices.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ...script import inline
-from ...semantics.rope import inverse_frequencies, sin_cos
-from ...semantics.rotary_mode import has_rope, require_own_rotation
-from ...spec import KernelSpec
-from ..isa import simd
-from ..isa.cos_sin import CosSin
-from ..isa.simd import F32, broadcast, constant, literal, load, store, store_row, temp
+from ..script import inline
+from ..semantics.hadamard import k_parts, v_parts
+from ..semantics.rope import inverse_frequencies, sin_cos
+from ..semantics.rotary_mode import has_rope, refuse_inline, require_own_rotation
+from ..signatures.inputs import AttentionInputs, PagedInputs
+from ..spec import KernelSpec
+from .isa import simd
+from .isa.cos_sin import CosSin
+from .isa.hadamard import transform
+from .isa.simd import F32, broadcast, constant, literal, load, store, store_row, temp
 
 
 @T.meta_class
@@ -146,3 +152,52 @@ class NoRotation:
 
     def restore(self, o, row) -> None:
         """Nothing to restore."""
+
+
+@T.meta_class
+class HadamardRotation:
+    """Stands in for `InlineRope`: rows of Q are multiplied where K was, those of K never.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        With a codec that has Hadamard matrices.
+    a : the kernel's arguments; a call with `rotary_mode` 1 is refused.
+    """
+
+    def __init__(self, spec: KernelSpec, a):
+        self.spec, self.lanes = spec, spec.target.lanes
+        self.rotates_q, self.rotates_k = spec.codec.k.has_hadamard, False
+        self.restores = spec.codec.v.has_hadamard  # rows of O are multiplied when they are complete
+        refuse_inline(spec, a)
+
+    def begin_task(self) -> None:
+        """Make the buffers of a task."""
+        self.row = T.alloc_buffer((-(-self.spec.qk_head_dim // 32) * 32,), F32)
+
+    def begin_sequence(self, length) -> None:
+        """Nothing to know of a sequence."""
+
+    def set_position(self, position) -> None:
+        """All positions have the same matrix."""
+
+    def begin_row(self, token, position) -> None:
+        """As `set_position`, for a row of Q."""
+
+    def rotate(self, source: Callable) -> None:
+        """Multiply a row of Q, ``source(column, lanes) -> vector``, into `row`."""
+        store_row(self.row, (), self.spec.qk_head_dim, self.lanes, source)
+        transform(self.row, (), k_parts(self.spec), self.lanes)
+
+    def restore(self, o, row) -> None:
+        """Multiply a row of sums of V back, if V was multiplied."""
+        if not self.restores:
+            return
+        transform(o, (row,), v_parts(self.spec), self.lanes)
+
+
+def rotation_of(spec: KernelSpec, a: AttentionInputs) -> InlineRope | HadamardRotation | NoRotation:
+    """Choose by the spec and by where K lies."""
+    if isinstance(a, PagedInputs) and spec.codec and spec.codec.has_hadamard:
+        return HadamardRotation(spec, a)
+    return NoRotation() if spec.is_latent else InlineRope(spec, a)

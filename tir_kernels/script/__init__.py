@@ -26,9 +26,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.parser.core import entry
 from tvm.tirx.script import builder
 
-from .reading import current, is_reading, reading
-from .source import definition_of, rewritten
-from .statements import opened
+from .rewriter import definition_of, rewritten
+from .statements import current, is_reading, opened, reading
 
 __all__ = ["inline", "name_value", "opened", "prim_func", "read_by_tvm"]
 

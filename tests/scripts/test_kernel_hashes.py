@@ -11,7 +11,7 @@ import tvm
 import tvm_ffi
 
 import tir_kernels
-from tir_kernels.semantics import partial_states
+from tir_kernels.semantics import softmax
 
 TOOLS = Path(__file__).resolve().parents[2] / "scripts" / "tools"
 ONLY = ["--only", "narrow-heads", "--processes", "1"]
@@ -39,7 +39,7 @@ def test_a_change_is_noticed(tool, tmp_path, monkeypatch, capsys):
     assert tool("record", file, *ONLY) == 0
     assert len(json.loads(Path(file).read_text())) == 36
     assert tool("compare", file, *ONLY) == 0
-    monkeypatch.setattr(partial_states, "_FAR", -100.0)
+    monkeypatch.setattr(softmax, "_FAR", -100.0)
     capsys.readouterr()
     assert tool("compare", file, *ONLY) == 1
     changed = {
@@ -54,7 +54,7 @@ def test_names_do_not_count_in_code(tool, tmp_path, monkeypatch, spec):
     only += ["--kernel", "merge", "--level", "code"]
     assert tool("record", file, *only) == 0
     assert list(json.loads(Path(file).read_text())) == [f"{spec}/merge"]
-    monkeypatch.setattr(partial_states, "_FAR", -100.0)
+    monkeypatch.setattr(softmax, "_FAR", -100.0)
     assert tool("compare", file, *only) == 1
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(TOOLS))

@@ -14,8 +14,13 @@ from tvm.script import tirx as T
 
 from ..script import inline
 from ..semantics.hadamard import k_parts, v_parts
-from ..semantics.rope import inverse_frequencies, sin_cos
-from ..semantics.rotary_mode import has_rope, refuse_inline, require_own_rotation
+from ..semantics.rope import (
+    has_rope,
+    inverse_frequencies,
+    refuse_inline,
+    require_own_rotation,
+    sin_cos,
+)
 from ..signatures.inputs import AttentionInputs, PagedInputs
 from ..spec import KernelSpec
 from .isa import simd

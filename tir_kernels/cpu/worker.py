@@ -10,8 +10,8 @@ from tvm.script import tirx as T
 
 from ..layout import K_PLANE, QuantizedPages, TwoWidths
 from ..script import inline
-from ..semantics.partial_states import selected
 from ..semantics.rope import base_inverse_frequencies, first_factor
+from ..semantics.softmax import selected
 from ..spec import STORED_ITEMSIZE, KernelSpec
 from .isa import simd
 from .isa.cos_sin import CosSin as _CosSin

@@ -7,7 +7,7 @@ from tvm.script import tirx as T
 
 from ..define import attributes
 from ..script import inline, prim_func
-from ..semantics.partial_states import MergedLse
+from ..semantics.softmax import MergedLse
 from ..signatures.moves import APPLY_SINKS, MERGE, StateInputs
 from ..spec import ITEMSIZE, LOG2E, KernelSpec
 from ..targets import components_of

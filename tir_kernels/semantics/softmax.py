@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constants and final values of the online softmax in the exp2 domain."""
+"""The online softmax in the exp2 domain: constants, final values, and merges of partial states."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from ..vectors import F32
 NOTHING_SEEN = -3.4028234663852886e38
 HIDDEN = float("-inf")  # score of a column that a row must not see: its weight is 0
 NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own maximum
+
+# log2(x) is the sum of these times t, t^3, t^5, ... with t = (x - 1) / (x + 1). On [1, 2] t is
+# at most 1/3 and the error 2e-7.
+_LOG2 = tuple(2.8853900817779268 / n for n in (1, 3, 5, 7, 9, 11))
+
+_FAR = -125.0  # the smaller state weighs at least 2**_FAR of the other one, never 0
 
 
 def inverse_total(total):
@@ -47,3 +53,52 @@ def log_sum(top, total):
     """Base-2 log of the sum of exponentials; -inf for a row that has seen nothing; NaN for NaN."""
     empty = T.reinterpret(F32, T.uint32(0xFF800000))
     return T.if_then_else(total < T.float32(NO_SUM), empty, top + T.log2(total))
+
+
+class MergedLse:
+    """The merged lse of two partial states of a row, and the weight of each: vectors of float32.
+
+    The states ``(o, lse)`` are those of disjoint positions. A weight is 0 for an lse of -inf only,
+    so NaN in the o of a state that has seen something is kept. An lse of NaN or +inf makes all of
+    them NaN.
+    `arithmetic` is `cpu.simd`, or `cuda.scalars` for one lane.
+    """
+
+    def __init__(self, a, b, lanes: int, arithmetic):
+        a, b = arithmetic.temp(a, lanes), arithmetic.temp(b, lanes)
+        zero, one = (arithmetic.constant(x, lanes) for x in (0.0, 1.0))
+        lowest = arithmetic.constant(-3.0e38, lanes)
+        top = arithmetic.temp(T.max(a, b), lanes)
+        base = arithmetic.temp(T.max(top, lowest), lanes)  # finite, so that -inf - base is not NaN
+        far, minimum = (arithmetic.constant(x, lanes) for x in (_FAR, 2.0**_FAR))
+
+        def power_of(x):
+            distance = arithmetic.temp(x - base, lanes)
+            power = T.Select(distance < far, minimum, arithmetic.exp2(distance, lanes))
+            return arithmetic.temp(T.Select(x < lowest, zero, power), lanes)
+
+        powers = [power_of(x) for x in (a, b)]
+        total = arithmetic.temp(powers[0] + powers[1], lanes)
+        empty = total == zero  # it is at least 1 otherwise, or NaN
+        inverse = arithmetic.temp(one / T.Select(empty, one, total), lanes)
+        self.weights = [arithmetic.temp(power * inverse, lanes) for power in powers]
+        self.lse = arithmetic.temp(
+            T.Select(empty, top, base + _log2(total, lanes, arithmetic)), lanes
+        )
+
+
+def _log2(x, lanes: int, arithmetic):
+    """Base-2 logarithm of values in [1, 2]."""
+    one = arithmetic.constant(1.0, lanes)
+    t = arithmetic.temp((x - one) / (x + one), lanes)
+    square = arithmetic.temp(t * t, lanes)
+    value = arithmetic.constant(_LOG2[-1], lanes)
+    for c in reversed(_LOG2[:-1]):
+        value = value * square + arithmetic.constant(c, lanes)
+    return value * t
+
+
+def selected(value, weight, lanes: int, arithmetic):
+    """``value * weight``, and zero where the weight is zero, whatever the value is."""
+    weight, zero = arithmetic.broadcast(weight, lanes), arithmetic.constant(0.0, lanes)
+    return arithmetic.temp(T.Select(weight == zero, zero, value * weight), lanes)

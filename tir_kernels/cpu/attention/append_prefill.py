@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 
 from ...layout import K_PLANE, V_PLANE, slot_offset, slot_page
 from ...script import inline
-from ...semantics.rotary_mode import has_rope
+from ...semantics.rope import has_rope
 from ...semantics.visibility import CausalMask
 from ...signatures.attention import APPEND_PREFILL
 from ...signatures.inputs import FusedInputs

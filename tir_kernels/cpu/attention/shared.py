@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
-from ...semantics.rotary_mode import refuse_longrope
+from ...semantics.rope import refuse_longrope
 from ...signatures.attention import MLA_PREFILL_SHARED, PREFILL_SHARED
 from ...signatures.inputs import SharedInputs
 from ...signatures.signature import Signature

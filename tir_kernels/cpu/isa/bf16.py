@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from ...semantics.rotary_mode import has_rope
+from ...semantics.rope import has_rope
 from ...spec import KernelSpec, VectorTarget
 from .simd import F32, broadcast, import_llvm, load, ramp, shuffle, store, temp, vector_type
 

@@ -4,8 +4,14 @@
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.partial_states import MergedLse, selected
-from ...semantics.softmax import NOTHING_SEEN, inverse_total, log_sum, with_sink
+from ...semantics.softmax import (
+    NOTHING_SEEN,
+    MergedLse,
+    inverse_total,
+    log_sum,
+    selected,
+    with_sink,
+)
 from ...signatures.inputs import AttentionInputs
 from ...spec import LOG2E, KernelSpec
 from ..isa import simd

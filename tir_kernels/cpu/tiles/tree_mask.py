@@ -11,7 +11,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.buffer import is_buffer_var
 
 from ...script import inline
-from ...semantics.rotary_mode import has_rope
+from ...semantics.rope import has_rope
 from ...semantics.visibility import CausalMask, first_in_window
 from ...spec import KernelSpec
 from ..isa.simd import broadcast, index_temp, load, temp

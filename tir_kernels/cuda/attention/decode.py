@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 
 from ...define import attributes
 from ...script import inline, prim_func
-from ...semantics.rotary_mode import has_rope, require_own_rotation
+from ...semantics.rope import has_rope, require_own_rotation
 from ...semantics.visibility import sequences_of
 from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
 from ...signatures.inputs import PagedInputs

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from ...define import attributes
 from ...script import prim_func
-from ...semantics.rotary_mode import require_own_rotation
+from ...semantics.rope import require_own_rotation
 from ...semantics.visibility import CausalMask, mask_of, sequences_of
 from ...signatures.attention import (
     MLA_PREFILL,

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 from ...define import attributes
 from ...script import inline, prim_func
-from ...semantics.rotary_mode import refuse_longrope, require_own_rotation
+from ...semantics.rope import refuse_longrope, require_own_rotation
 from ...semantics.visibility import CausalMask
 from ...signatures.attention import MLA_PREFILL_SHARED, PREFILL_SHARED
 from ...signatures.inputs import SharedInputs

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.rope import inverse_frequencies, sin_cos
-from ...semantics.rotary_mode import has_rope
+from ...semantics.rope import has_rope, inverse_frequencies, sin_cos
 from ...spec import KernelSpec
 from .. import scalars
 from ..emit import F32

@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from ...layout import K_PLANE, latent_index, row_index, rows_of, view_pages
 from ...releases import buffer_of
 from ...script import inline
-from ...semantics.rotary_mode import refuse_inline
+from ...semantics.rope import refuse_inline
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..emit import Registers, ptx

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from ...layout import K_PLANE, QuantizedPages, TwoWidths, rows_of
 from ...script import inline
-from ...semantics.partial_states import selected
+from ...semantics.softmax import selected
 from ...spec import STORED_ITEMSIZE
 from .. import scalars
 from ..elements import ACCESS_BYTES, copy_elements, load_floats, run_length, store_floats

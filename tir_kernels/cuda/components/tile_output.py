@@ -6,7 +6,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.partial_states import MergedLse, selected
+from ...semantics.softmax import MergedLse, selected
 from ...spec import KernelSpec
 from .. import scalars
 from ..elements import load_floats, store_floats, store_words, widen_words

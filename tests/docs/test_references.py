@@ -57,6 +57,19 @@ def test_named_files_exist(page):
         assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
 
 
+def _bare_lines(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_excerpts_are_in_the_files_that_they_name():
+    """Blocks titled ``name in path`` show a part of the file, indentation aside."""
+    excerpts = [b for page in PAGES for b in blocks_of(page) if " in tir_kernels/" in b.title]
+    assert excerpts
+    for block in excerpts:
+        source = ROOT / block.title.split(" in ")[1]
+        assert _bare_lines(block.code) in _bare_lines(source.read_text()), block.where
+
+
 def test_the_table_of_kernels_is_complete():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.split("| kernel | does |")[1].split("\n\n")[0]

@@ -187,8 +187,8 @@ class RowAttention:
         for i in range(pair.num_segments):
             first_page = pair.first_page + i * pair.segment
             last_page = T.min(first_page + pair.segment, pair.last_page)
-            pages = T.meta_var((first_page, last_page, pair.last_page))
-            self.attend_to_segment(pair, first_page, *(page * page_size for page in pages))
+            begin, end = T.meta_var((first_page * page_size, last_page * page_size))
+            self.attend_to_segment(pair, first_page, begin, end, pair.last_page * page_size)
             if pair.num_pages > pair.segment:
                 for row in range(pair.num_heads * group):
                     if first_page == 0:

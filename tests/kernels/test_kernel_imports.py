@@ -15,6 +15,11 @@ TARGETS = {"tir_kernels.cpu", "tir_kernels.cuda"}
 # Component -> what it must not import. `targets` alone joins them.
 FORBIDDEN = {
     "cpu": {"tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.targets"},
+    "cpu/rows": {
+        "tir_kernels.cpu.attention",
+        "tir_kernels.cpu.tiles",
+        "tir_kernels.cpu.isa.matrices",
+    },
     "cuda": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.targets"},
     "semantics": {*TARGETS, "tir_kernels.moves", "tir_kernels.targets"},
     "moves": TARGETS,

@@ -116,7 +116,7 @@ class InlineRope:
         offsets : ``(column, lanes) -> int32 vector``, positions relative to `first_position`.
         """
         lanes = T.meta_var(self.lanes)
-        for element in range(self.half // ops.numbers):
+        for element in range(self.half // ops.values_per_element):
             for v in range(num_positions // lanes):
                 position = T.meta_var(broadcast(first_position, lanes) + offsets(v * lanes, lanes))
                 self._rotate_elements(ops, k, element, v * lanes, position)
@@ -128,11 +128,11 @@ class InlineRope:
         if self.rope.scale != 1.0:
             position = position * constant(self.rope.scale, lanes)
         position = temp(position, lanes)
-        at = [(element, column), (element + self.half // ops.numbers, column)]
+        at = [(element, column), (element + self.half // ops.values_per_element, column)]
         before = [ops.unpack(load(*k(*i), lanes, ops.dtype)) for i in at]
         after = [[], []]
         for n, (x, y) in enumerate(zip(*before, strict=True)):
-            frequency = self.frequencies[element * ops.numbers + n]
+            frequency = self.frequencies[element * ops.values_per_element + n]
             rotation = sin_cos(position * broadcast(frequency, lanes), lanes, simd)
             sin, cos = (
                 temp(value * constant(factor, lanes), lanes) if factor != 1.0 else value

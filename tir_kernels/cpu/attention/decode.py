@@ -144,12 +144,12 @@ class RowAttention:
         self.row_sets = Blocking.of(spec).row_sets
         padded_rows, num_rows = Blocking.of(spec).padded_rows, max_local_rows(spec)
         self.factor = T.local_scalar(F32)  # of the scores
-        self.q = T.alloc_buffer((num_rows, spec.qk_head_dim // ops.numbers), ops.dtype)
+        self.q = T.alloc_buffer((num_rows, spec.qk_head_dim // ops.values_per_element), ops.dtype)
         self.o = T.alloc_buffer((num_rows, spec.v_head_dim), F32)
         self.scores = T.alloc_buffer((padded_rows, BLOCK), F32)
         self.weights = self.scores  # in whose place they come
-        if ops.numbers > 1:
-            self.weights = T.alloc_buffer((padded_rows, BLOCK // ops.numbers), ops.dtype)
+        if ops.values_per_element > 1:
+            self.weights = T.alloc_buffer((padded_rows, BLOCK // ops.values_per_element), ops.dtype)
         self.softmax, self.mask = RowSoftmax(spec, ops), ScoreMask(spec)
         self.loader = QueryLoader(spec, ops, a.rope, self.factor)
         is_listed = kind is not PagedRows

@@ -69,7 +69,7 @@ class PairOperands:
     """Two neighbouring bfloat16 numbers along the summed axis are one int32 element."""
 
     dtype = INT32
-    numbers = 2
+    values_per_element = 2
     llvm_helpers = (LLVM_HELPERS,)
     scale_in_q = False  # would cost Q another rounding
     broadcasts_from_memory = True

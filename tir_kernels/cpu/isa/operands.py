@@ -36,7 +36,7 @@ class Float32Operands:
     """
 
     dtype = F32
-    numbers = 1  # of an element
+    values_per_element = 1
     llvm_helpers = ()
     scale_in_q = True  # the scores need no scaling any more
     broadcasts_from_memory = False  # the instruction that multiplies
@@ -151,8 +151,8 @@ def copy_v(ops, rows, first, packed, width: int, num_positions, end=None, begin=
 
 def _copy_v(ops, tile, first, row, packed, column, lanes: int, begin, end) -> None:
     """Pack a vector of columns of a tile of rows."""
-    for t in range(0, ROWS_AT_ONCE, ops.numbers):
-        positions = [first + row + t + n for n in range(ops.numbers)]
+    for t in range(0, ROWS_AT_ONCE, ops.values_per_element):
+        positions = [first + row + t + n for n in range(ops.values_per_element)]
         is_held = [] if end is None else [within(p, begin, end) for p in positions]
         value = ops.packed_v(tile, t, column, lanes, is_held)
-        store(*packed((row + t) // ops.numbers, column), lanes, value, ops.dtype)
+        store(*packed((row + t) // ops.values_per_element, column), lanes, value, ops.dtype)

@@ -36,7 +36,7 @@ class RowNumbers:
         self.ops = PairOperands() if has_pairs else Float32Operands(target.lanes)
         self.ops.begin(buffers)
         self.views = [view for _, view in self.ops.views] if has_pairs else []
-        self.wide = self.ops.numbers * self.lanes
+        self.wide = self.ops.values_per_element * self.lanes
 
     def scope(self):
         """Open the scope in which loads and stores may be emitted."""
@@ -81,7 +81,7 @@ class RowNumbers:
         return [simd.shuffle(chunk, [i - 1 for i in odds]), simd.shuffle(chunk, odds)]
 
     def _is_plain(self, count: int) -> bool:
-        return count < self.wide or self.ops.numbers == 1
+        return count < self.wide or self.ops.values_per_element == 1
 
 
 def _element(index: Sequence) -> tuple:

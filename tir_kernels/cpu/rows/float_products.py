@@ -45,8 +45,8 @@ class FloatQK:
     def __init__(self, spec: KernelSpec, ops, rope, factor):
         self.spec, self.ops, self.rope, self.factor = spec, ops, rope, factor
         self.lanes, self.blocking = spec.target.lanes, Blocking.of(spec)
-        self.elements = spec.qk_head_dim // ops.numbers  # of a row of Q
-        self.prefetches = FloatPrefetch(spec, ops.numbers)
+        self.elements = spec.qk_head_dim // ops.values_per_element  # of a row of Q
+        self.prefetches = FloatPrefetch(spec, ops.values_per_element)
         self.rotated = T.alloc_buffer((self.blocking.positions, self.elements), ops.dtype)
         if rope.rotates_k is not False:
             self.angles = rope.angles_of(BLOCK)  # of the block, for all local heads
@@ -183,7 +183,10 @@ class FloatPV:
 
     def __init__(self, spec: KernelSpec, ops):
         self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
-        self.blocking, self.prefetches = Blocking.of(spec), FloatPrefetch(spec, ops.numbers)
+        self.blocking, self.prefetches = (
+            Blocking.of(spec),
+            FloatPrefetch(spec, ops.values_per_element),
+        )
 
     @inline
     def load_v(self, kv: KvBlocks):
@@ -202,8 +205,10 @@ class FloatPV:
             factor = rescale(row)
             decayed = T.meta_var(lambda c, n: load(o, (row, c), n) * broadcast(factor, n))
             store_row(o, (row,), width, self.lanes, decayed)
-        elements = T.meta_var(self.spec.v_head_dim // self.ops.numbers)
-        width = T.meta_var(max(1, self.blocking.vectors // self.ops.numbers) * self.lanes)
+        elements = T.meta_var(self.spec.v_head_dim // self.ops.values_per_element)
+        width = T.meta_var(
+            max(1, self.blocking.vectors // self.ops.values_per_element) * self.lanes
+        )
         # Of the columns of a cache line, those that are multiplied first prefetch.
         per_line = T.meta_var(max(1, self.prefetches.v_line // width))
         for i in range((kv.count + TILE - 1) // TILE):
@@ -233,12 +238,12 @@ class FloatPV:
         self, weights, weights_row, kv, first, count, o, first_row, start, width, prefetches
     ):
         """Add the products with `width` elements from `start` on of a tile of V."""
-        run, numbers = T.meta_var((min(kv.rows.run, TILE), self.ops.numbers))
-        sums = T.alloc_local((self.blocking.rows, numbers, width), F32)
+        run, per_element = T.meta_var((min(kv.rows.run, TILE), self.ops.values_per_element))
+        sums = T.alloc_local((self.blocking.rows, per_element, width), F32)
         for r in T.unroll(self.blocking.rows):
-            for n in T.unroll(numbers):
+            for n in T.unroll(per_element):
                 before = T.meta_var(
-                    lambda c, m: load(o, (first_row + r, (start + c) * numbers + n * m), m)
+                    lambda c, m: load(o, (first_row + r, (start + c) * per_element + n * m), m)
                 )
                 store_row(sums, (r, n), width, self.lanes, before)
         add = T.meta_var(
@@ -257,31 +262,31 @@ class FloatPV:
             self._put_sums(sums, r, o, first_row + r, start, width)
 
     def _put_sums(self, sums, r, o, row, start, width: int) -> None:
-        numbers = self.ops.numbers
+        per_element = self.ops.values_per_element
         for column, lanes in chunks(width, self.lanes):
-            for n in range(numbers):
-                at = (row, (start + column) * numbers + n * lanes)
+            for n in range(per_element):
+                at = (row, (start + column) * per_element + n * lanes)
                 store(o, at, lanes, load(sums, (r, n, column), lanes))
 
     @inline
     def _add_rows(self, weights, weights_row, kv, first, count, start, width, sums, prefetches):
         """Add some elements of the columns of `count` rows of V, which share a page or a tile."""
-        ops, numbers = T.meta_var((self.ops, self.ops.numbers))
+        ops, per_element = T.meta_var((self.ops, self.ops.values_per_element))
         run, num_rows = T.meta_var((min(kv.rows.run, TILE), self.blocking.rows))
         tile = kv.rows.tile(kv.first + first, run)
         prefetch = T.meta_var(self.prefetches.beside_v(kv, tile, first, run))
         hidden = T.max(kv.num_hidden - first, 0)
-        begin = hidden // numbers
-        end = T.if_then_else(hidden < count, (count + numbers - 1) // numbers, begin)
+        begin = hidden // per_element
+        end = T.if_then_else(hidden < count, (count + per_element - 1) // per_element, begin)
         for i in range(begin, end):
             t = T.meta_var(self._positions(i, hidden, count))
             if prefetches:
                 prefetch(t[0], start, width)
-            if numbers == 2:
+            if per_element == 2:
                 prefetch(t[1], start, width)
             factors = T.alloc_local((num_rows,), ops.dtype)
             for r in T.unroll(num_rows):
-                factors[r] = weights[weights_row + r, first // numbers + i]
+                factors[r] = weights[weights_row + r, first // per_element + i]
             for v in T.unroll(width // self.lanes):
                 self._add_vector(factors, tile, t, start, v * self.lanes, self.lanes, sums)
             if width % self.lanes > 0:
@@ -299,16 +304,16 @@ class FloatPV:
 
     def _positions(self, i, hidden, count) -> list:
         """Return the rows of an element; a hidden one, whose weight is 0, gives way to another."""
-        numbers = self.ops.numbers
-        if numbers == 1:
+        per_element = self.ops.values_per_element
+        if per_element == 1:
             return [i]
-        rows = (i * numbers + n for n in range(numbers))
+        rows = (i * per_element + n for n in range(per_element))
         return [index_temp(T.min(T.max(row, hidden), count - 1)) for row in rows]
 
     @inline
     def finish(self, o, num_heads):
         """Put the sums of the local heads into the order of the columns."""
-        if self.ops.numbers == 2:
+        if self.ops.values_per_element == 2:
             for row in range(num_heads * self.blocking.padded_rows):
                 self._order_columns(o, row)
 

@@ -50,22 +50,25 @@ class KvTile:
 
     def __init__(self, spec: KernelSpec, ops, rows):
         self.spec, self.ops, self.rows, self.lanes = spec, ops, rows, ops.lanes
-        self.depth, self.width = spec.qk_head_dim // ops.numbers, spec.v_head_dim
+        self.depth, self.width = spec.qk_head_dim // ops.values_per_element, spec.v_head_dim
         is_latent = spec.is_latent
-        self.is_in_k = is_latent and ops.numbers == 1
+        self.is_in_k = is_latent and ops.values_per_element == 1
         # Register tiles take up to 16 columns side by side: of one vector, or they are not split.
-        can_split = ops.numbers == 2 and self.lanes >= 16
+        can_split = ops.values_per_element == 2 and self.lanes >= 16
         is_even = self.width % (2 * self.lanes) == 0
         self.is_split = is_latent and can_split and is_even and not ops.product_tile
         self.column_step = 2 if self.is_split else 1  # between the columns of two scalars
         tile = ops.product_tile or RegisterTile
         self.padded_depth = round_up(self.depth, tile.step)  # behind the elements there are zeros
-        self.positions_at_once = max(ROWS_AT_ONCE, tile.step * ops.numbers)  # of V
+        self.positions_at_once = max(ROWS_AT_ONCE, tile.step * ops.values_per_element)  # of V
         self.k = T.alloc_buffer((POSITIONS, self.padded_depth), ops.dtype)
         # A row of split V is one vector longer, or the rows that a register tile reads one after
         # another would share two sets of the cache.
         padding = self.lanes if self.is_split else 0
-        shape = (POSITIONS // ops.numbers, round_up(self.width, tile.column_step) + padding)
+        shape = (
+            POSITIONS // ops.values_per_element,
+            round_up(self.width, tile.column_step) + padding,
+        )
         self.v = self.k if self.is_in_k else T.alloc_buffer(shape, ops.dtype)
         self.columns_of_v, self.rows_of_v = Transposed(self.v), _Rows(self.v)
         self.has_special = T.local_scalar("int32")
@@ -106,7 +109,7 @@ class KvTile:
             num_seen = T.min(POSITIONS, end - first)
             for i in range(num_positions - num_seen):
                 for_chunks(
-                    self.width // self.ops.numbers,
+                    self.width // self.ops.values_per_element,
                     self.lanes,
                     lambda c, n: self._clear(num_seen + i, c, n),
                 )
@@ -160,8 +163,10 @@ class KvTile:
         A hidden position has a weight of 0, which hides numbers only.
         """
         self.has_special = 0
-        first = T.max(begin, 0) // self.ops.numbers
-        last = (T.min(end, POSITIONS) + self.ops.numbers - 1) // self.ops.numbers
+        first = T.max(begin, 0) // self.ops.values_per_element
+        last = (
+            T.min(end, POSITIONS) + self.ops.values_per_element - 1
+        ) // self.ops.values_per_element
         if first < last:
             totals = T.alloc_local((self.lanes,), F32)
             zeros = T.alloc_local((self.lanes,), self.ops.dtype)
@@ -201,7 +206,7 @@ class KvTile:
         spec = self.spec
         width, dtype = (self.width, spec.v_dtype) if is_v else (spec.qk_head_dim, spec.k_dtype)
         num_products = (width if is_v else POSITIONS) // block.tile.rows
-        depth = POSITIONS // self.ops.numbers if is_v else self.depth
+        depth = POSITIONS // self.ops.values_per_element if is_v else self.depth
         # The positions of one product lie side by side in a page.
         count = next_power_of_two(-(-POSITIONS // num_products))
         if count > min(POSITIONS, spec.page_size) or (is_v and spec.is_latent):

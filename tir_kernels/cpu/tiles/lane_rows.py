@@ -127,7 +127,7 @@ class LaneQueries:
     def __init__(self, spec: KernelSpec, ops, max_rows: int, a, rope, factor):
         self.spec, self.ops, self.lanes = spec, ops, ops.lanes
         self.a, self.rope, self.factor = a, rope, factor
-        self.depth = spec.qk_head_dim // ops.numbers
+        self.depth = spec.qk_head_dim // ops.values_per_element
         vectors = -(-max_rows // self.lanes)
         padded = round_up(self.depth, (ops.product_tile or RegisterTile).step)
         self.vectors = T.alloc_buffer((vectors, padded, self.lanes), ops.dtype)

@@ -27,7 +27,7 @@ class LaneSoftmax:
         self.weights = (
             self.scores
             if ops.dtype == F32
-            else T.alloc_buffer((vectors, POSITIONS // ops.numbers, lanes), ops.dtype)
+            else T.alloc_buffer((vectors, POSITIONS // ops.values_per_element, lanes), ops.dtype)
         )
         self.decay = T.alloc_buffer((vectors * lanes,), F32)
         self.row_max = T.alloc_buffer((num_rows,), F32)
@@ -84,7 +84,7 @@ class LaneSoftmax:
     @inline
     def update(self, block: RowBlock, num_seen):
         """Turn scores into weights; update maxima and sums, and say how earlier sums decay."""
-        lanes, numbers = T.meta_var(self.lanes), T.meta_var(self.ops.numbers)
+        lanes, numbers = T.meta_var(self.lanes), T.meta_var(self.ops.values_per_element)
         maxima = T.alloc_local((4, lanes), F32)
         totals = T.alloc_local((2, lanes), F32)
         weights = T.alloc_local((numbers, lanes), F32)
@@ -149,7 +149,7 @@ class LaneSums:
                     at = T.meta_var((block.vector + n, column + j * kv.column_step, 0))
                     decay = T.meta_var(load(softmax.decay, (n * lanes,), lanes))
                     tile.sums[tile.at(j, n)] = load(self.sums, at, lanes) * decay
-            depth = T.meta_var(rounded(num_seen) // self.ops.numbers)
+            depth = T.meta_var(rounded(num_seen) // self.ops.values_per_element)
             tile.multiply(kv.columns_of_v, start, softmax, 0, depth, ahead)
             for j in T.unroll(tile.rows):
                 for n in T.unroll(tile.vectors):
@@ -174,15 +174,15 @@ class LaneSums:
         """Add what `visible` of a position says of a column of V to sums of a vector of rows."""
         decay = T.meta_var(load(softmax.decay, (n * self.lanes,), self.lanes))
         total = load(sums, at, self.lanes) * decay
-        for k in range(rounded(num_seen) // self.ops.numbers):
+        for k in range(rounded(num_seen) // self.ops.values_per_element):
             pair = T.meta_var(load(softmax.weights, (n, k, 0), self.lanes, self.ops.dtype))
             weights = T.meta_var(self.ops.unpack(pair))
             v = T.meta_var(self.ops.unpack(broadcast(kv.v[k, scalar], self.lanes)))
-            position = T.meta_var(k * self.ops.numbers)
+            position = T.meta_var(k * self.ops.values_per_element)
             zero = T.meta_var(constant(0.0, self.lanes))
             is_seen = T.meta_var(visible(position))
             total += T.Select(is_seen, weights[0] * v[0], zero)
-            if self.ops.numbers == 2:
+            if self.ops.values_per_element == 2:
                 is_seen = T.meta_var(visible(position + 1))
                 total += T.Select(is_seen, weights[1] * v[1], zero)
         store(sums, at, self.lanes, total)

@@ -41,11 +41,11 @@ class PackedKv:
 
     def __init__(self, spec: KernelSpec, ops, tiles: ColumnTiles):
         self.spec, self.ops, self.lanes, self.tiles = spec, ops, spec.target.lanes, tiles
-        self.depth, width = spec.qk_head_dim // ops.numbers, tiles.wide.width
+        self.depth, width = spec.qk_head_dim // ops.values_per_element, tiles.wide.width
         self.padded_depth = round_up(self.depth, tiles.step)  # behind the elements there are zeros
         self.k = Panels(self.padded_depth, POSITIONS, width, ops.dtype)
-        self.positions_at_once = max(ROWS_AT_ONCE, tiles.step * ops.numbers)  # of V
-        self.v = Panels(POSITIONS // ops.numbers, spec.v_head_dim, width, ops.dtype)
+        self.positions_at_once = max(ROWS_AT_ONCE, tiles.step * ops.values_per_element)  # of V
+        self.v = Panels(POSITIONS // ops.values_per_element, spec.v_head_dim, width, ops.dtype)
         self.num_packed = T.local_scalar("int32")  # positions of V
         self.has_non_finite = T.local_scalar("int32")
         self.found = T.local_scalar("float32")
@@ -96,7 +96,7 @@ class PackedKv:
         for u in T.unroll(UNROLL):
             for j in T.unroll(tile.vectors):
                 tile.sums[tile.at(u, j)] = T.broadcast(T.float32(0), tile.lanes)
-        for step in range(self.num_packed // (self.ops.numbers * UNROLL)):
+        for step in range(self.num_packed // (self.ops.values_per_element * UNROLL)):
             for u in T.unroll(UNROLL):
                 for j in T.unroll(tile.vectors):
                     at = T.meta_var(self.v.at(step * UNROLL + u, column + j * tile.lanes))

@@ -93,7 +93,10 @@ class QueryTile:
         self.group, self.lanes = spec.group_size, spec.target.lanes
         tiling = Tiling.of(spec, ops)
         self.block_rows = tiling.rows
-        num_rows, self.depth = tiling.num_blocks * tiling.rows, spec.qk_head_dim // ops.numbers
+        num_rows, self.depth = (
+            tiling.num_blocks * tiling.rows,
+            spec.qk_head_dim // ops.values_per_element,
+        )
         self.padded_depth = round_up(self.depth, tiles.step)  # behind the elements there are zeros
         self.q = T.alloc_buffer((num_rows, self.padded_depth), ops.dtype)
         self.o = T.alloc_buffer((num_rows, round_up(spec.v_head_dim, tiles.column_step)), F32)
@@ -235,7 +238,7 @@ class QueryTile:
         for j in range(part.count):
             row = j * self.block_rows
             first_row = part.first_row + row
-            step = T.meta_var(tile.step * self.ops.numbers)
+            step = T.meta_var(tile.step * self.ops.values_per_element)
             depth = (part.num_seen(j) + step - 1) // step * tile.step
             if self.is_new == 1:
                 tile.clear()
@@ -279,13 +282,15 @@ class QueryTile:
         for j in T.unroll(tile.vectors):
             o = T.meta_var(load(self.o, (row, column + j * tile.lanes), tile.lanes))
             tile.sums[tile.at(0, j)] = o * broadcast(rescale, tile.lanes)
-        for k in range(POSITIONS // self.ops.numbers):
+        for k in range(POSITIONS // self.ops.values_per_element):
             weight = scores.weights[weights_row, k]
             for j in T.unroll(tile.vectors):
                 at = T.meta_var(kv.v.at(k, column + j * tile.lanes))
                 value = T.meta_var(load(*at, tile.lanes, self.ops.dtype))
-                first = T.meta_var(k * self.ops.numbers)
-                is_seen = T.meta_var([visible(first + n, 1) for n in range(self.ops.numbers)])
+                first = T.meta_var(k * self.ops.values_per_element)
+                is_seen = T.meta_var(
+                    [visible(first + n, 1) for n in range(self.ops.values_per_element)]
+                )
                 seen = self.ops.select(value, is_seen, tile.lanes)
                 sums = T.meta_var(tile.sums[tile.at(0, j)])
                 factor = T.meta_var(broadcast(weight, tile.lanes))

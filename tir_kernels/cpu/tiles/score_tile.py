@@ -38,7 +38,7 @@ class ScoreTile:
         self.weights = (
             self.scores
             if ops.dtype == F32
-            else T.alloc_buffer((num_rows, POSITIONS // ops.numbers), ops.dtype)
+            else T.alloc_buffer((num_rows, POSITIONS // ops.values_per_element), ops.dtype)
         )
 
     @inline

@@ -26,7 +26,7 @@ class TileSums(LaneSums):
         vectors = -(-max_rows // self.lanes)
         self.padded_width = round_up(self.width, SIDE)
         self.o = T.alloc_buffer((vectors * self.lanes, self.padded_width), F32)
-        self.weights = T.alloc_buffer((2 * SIDE, POSITIONS // ops.numbers), ops.dtype)
+        self.weights = T.alloc_buffer((2 * SIDE, POSITIONS // ops.values_per_element), ops.dtype)
         self.wide = ColumnTiles(ops, spec.target, self.width)
         self.narrow = ColumnTiles(ops, spec.target, self.width, NarrowAmxTile)
 
@@ -42,11 +42,11 @@ class TileSums(LaneSums):
     def add(self, kv: KvTile, softmax: LaneSoftmax, block: RowBlock, first, num_seen):
         """``O = O * decay + P V`` over the first `num_seen` positions of a tile."""
         # Whole steps of the product: the weights behind those that `softmax` knows are zeros.
-        depth = kv.rounded(num_seen) // self.ops.numbers
+        depth = kv.rounded(num_seen) // self.ops.values_per_element
         for n in T.unroll(block.tile.vectors):
-            for k in range(depth - rounded(num_seen) // self.ops.numbers):
+            for k in range(depth - rounded(num_seen) // self.ops.values_per_element):
                 zeros = T.meta_var(broadcast(T.cast(0, self.ops.dtype), self.lanes))
-                at = T.meta_var((n, rounded(num_seen) // self.ops.numbers + k, 0))
+                at = T.meta_var((n, rounded(num_seen) // self.ops.values_per_element + k, 0))
                 store(softmax.weights, at, self.lanes, zeros, self.ops.dtype)
             for step in range(depth // SIDE):
                 self._transpose(softmax, n, step * SIDE)

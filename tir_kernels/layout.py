@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a page, and the indices of its rows, for all kernels.
 
-`cache/page_format.py` of the package spells the same layout in NumPy and
-`runtime_ext/storage/slot_layout.h` in C++: change the three together.
+Where the bits of quantized rows lie in a page comes from `codec.py`, which NumPy
+(`cache/page_format.py` of the package) asks too. C++ spells the same layout
+(`runtime_ext/storage/slot_layout.h`), and `PageFormat.shape` the shape: change the three together.
 """
 
 from __future__ import annotations
@@ -212,8 +213,7 @@ class QuantizedPages:
         """Make the views of a buffer that `match_pages` has matched."""
         shape, widths = page_shape(spec)[:-1], (spec.qk_head_dim, spec.v_head_dim)
         num_pages, stride = pages.shape
-        num_rows = rows_per_slot(spec) * spec.page_size
-        codecs = spec.codec.k, spec.codec.v
+        sections = spec.codec.sections(rows_per_slot(spec) * spec.page_size, *widths)
 
         def view(name: str, width: int, dtype: str, itemsize: int, begin: int, plane: int):
             """A view with elements of `itemsize`; `begin` and `plane`, its stride, are bytes."""
@@ -235,20 +235,23 @@ class QuantizedPages:
             IRBuilder.name(name, buffer)
             return buffer
 
-        # Bytes of what a page has of K, and where V begins behind it.
-        code_bytes = [codec.row_bytes(widths[0]) * num_rows // 2 for codec in codecs]
-        scale_bytes = codecs[0].scale_bytes(*widths) * num_rows // 2
-        end = sum(code_bytes)
+        def plane_bytes(first: slice, last: slice) -> int:
+            """Bytes from the first row of K to the first one of V, in one section or in two."""
+            return last.start - first.start or (first.stop - first.start) // 2
+
+        k, v = sections[0], sections[-1]
+        code_plane, scale_plane = plane_bytes(k.codes, v.codes), plane_bytes(k.scales, v.scales)
 
         def of_codec(codec: Codec, suffix: str, v: QuantizedPages | None) -> QuantizedPages:
             dtype, itemsize = {"float32": (F32, 4), "bfloat16": ("uint16", 2)}[codec.scale_dtype]
             row, num_groups = codec.row_bytes(widths[0]), len(codec.groups(*widths))
-            codes = view("codes" + suffix, row, codec.storage_dtype, 1, 0, code_bytes[0])
-            scales = view("scales" + suffix, num_groups, dtype, itemsize, end, scale_bytes)
+            codes = view("codes" + suffix, row, codec.storage_dtype, 1, 0, code_plane)
+            begin = k.scales.start
+            scales = view("scales" + suffix, num_groups, dtype, itemsize, begin, scale_plane)
             return QuantizedPages(spec, codec, codes, scales, v)
 
-        v = of_codec(codecs[1], "_v", None) if codecs[0] != codecs[1] else None
-        return of_codec(codecs[0], "", v)
+        of_v = of_codec(v.codec, "_v", None) if v is not k else None
+        return of_codec(k.codec, "", of_v)
 
     def of_plane(self, plane: int) -> QuantizedPages:
         """Return the storage of the rows of K or V."""
@@ -257,8 +260,9 @@ class QuantizedPages:
     @property
     def scales_begin(self) -> int:
         """The first byte of a page behind its codes, where K and V have one codec."""
-        num_rows = rows_per_slot(self.spec) * self.spec.page_size
-        return num_rows * self.codec.row_bytes(self.spec.qk_head_dim)
+        spec, num_rows = self.spec, rows_per_slot(self.spec) * self.spec.page_size
+        (section,) = self.codec.sections(num_rows, spec.qk_head_dim, spec.v_head_dim)
+        return section.scales.start
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:

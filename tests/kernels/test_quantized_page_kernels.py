@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tir_kernels import build_kernel
+from tir_kernels.codec import codec_of
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
@@ -103,6 +104,18 @@ def test_append_for_other_cpus(dtype, cpu, codec, seed):
     check_transpose_append(spec, 40, seed, cpu)
     check_rope_append(spec, 40, 1, seed, cpu)
     check_debug_get_kv(spec, 40, seed, cpu)
+
+
+@parametrize_codecs
+def test_the_bits_of_codes_lie_where_the_codec_says(codec):
+    codec = codec_of(codec)
+    bits = np.random.default_rng(0).integers(0, 1 << codec.bits, (3, 192)).astype(np.uint8)
+    packed = quantized.code_bytes(codec, bits + np.float32(codec.lowest))
+    data = packed if codec.is_packed else bits
+    assert data.shape[-1] == codec.row_bytes(192)
+    unpacked = np.zeros_like(bits)
+    codec.unpack(data, unpacked)
+    np.testing.assert_array_equal(unpacked, bits)
 
 
 @latin_square(4, "shape", "codec")

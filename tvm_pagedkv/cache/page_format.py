@@ -194,27 +194,23 @@ class PageFormat:
             return pages.view(dtype).astype(np.float32).reshape(*shape, self.width)
         codec, widths = codec_of(self.kv_dtype), (self.width, self.v_width)
         assert codec is not None
-        planes, num_rows = [codec.k], math.prod(self.row_shape)
-        if codec.v != codec.k:
-            planes, num_rows = [codec.k, codec.v], num_rows // 2
-        sizes = [num_rows * each.row_bytes(self.width) for each in planes]
-        sizes += [num_rows * each.scale_bytes(*widths) for each in planes]
-        sections = np.split(pages, np.cumsum(sizes), axis=1)
         parts = [
-            self._dequantized(each, *map(np.ascontiguousarray, sections[n :: len(planes)][:2]))
-            for n, each in enumerate(planes)
+            self._dequantized(
+                section.codec,
+                np.ascontiguousarray(pages[:, section.codes]),
+                np.ascontiguousarray(pages[:, section.scales]),
+            )
+            for section in codec.sections(math.prod(self.row_shape), *widths)
         ]
         return np.concatenate(parts, axis=1).reshape(*shape, self.width)
 
     def _dequantized(self, codec: Codec, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Return rows ``[n, num_rows, width]`` of bytes of codes and of scales, ``[n, ...]``."""
         shape = (len(codes), codes.shape[1] // codec.row_bytes(self.width))
-        if codec.is_packed:  # the two halves of a row in one byte each, then the fifth bits
-            halves, bits = np.split(codes.reshape(*shape, -1), [self.width // 2], axis=-1)
-            unsigned = np.concatenate([halves & 15, halves >> 4], axis=-1)
-            if codec.has_bit_plane:
-                unsigned |= np.unpackbits(bits, axis=-1, bitorder="little") << 4
-            rows = unsigned.astype(np.float32) + codec.lowest
+        if codec.is_packed:
+            stored = np.zeros((*shape, self.width), np.uint8)
+            codec.unpack(codes.reshape(*shape, -1), stored)
+            rows = stored.astype(np.float32) + codec.lowest
         else:
             code_type = np.int8 if codec.is_integer else getattr(ml_dtypes, codec.name)
             rows = codes.view(code_type).astype(np.float32).reshape(*shape, self.width)

@@ -36,7 +36,7 @@ def _missing(codec: Codec | CodecPair, target: VectorTarget) -> str:
     codecs = codec.k, codec.v
     integers = [each.is_integer for each in codecs]
     has_dots = target.has_byte_dot or (
-        target.has_word_dot and not any(each.has_bit_plane for each in codecs)
+        target.has_word_dot and not any(each.has_high_bits for each in codecs)
     )
     if any(integers) and not has_dots:
         return "byte dot products (AVX512-VNNI, or dotprod of AArch64)"

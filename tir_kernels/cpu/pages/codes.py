@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ...codec import Codec
+from ...codec import BitPlane, Codec
 from ...layout import QuantizedPages
 from ...spec import VectorTarget
 from ..isa.bytes import packing
@@ -54,55 +56,100 @@ def _load_bytes(pages: QuantizedPages, row: Sequence, column, lanes: int):
 
 def _load_packed(pages: QuantizedPages, row: Sequence, column, lanes: int):
     """The packed codes of `lanes` columns, less the lowest code: int32."""
-    half, wide = pages.spec.qk_head_dim // 2, vector_type("int32", lanes)
-    if isinstance(column, int):
-        is_high = T.int32(4 * (column // half))
-    else:
-        is_high = T.cast(column >= half, "int32") * 4
-    data = T.cast(pages.codes[(*row, ramp(column % half, lanes))], wide)
-    low = T.bitwise_and(
-        T.shift_right(data, broadcast(is_high, lanes)), broadcast(T.int32(15), lanes)
+    codes = None
+    for begin, plane in pages.codec.planes_of(pages.spec.qk_head_dim):
+        load = _load_single_bits if plane.has_neighbours else _load_bits
+        bits = load(pages, row, begin, plane, column, lanes)
+        codes = bits if codes is None else T.bitwise_or(codes, bits)
+    return codes
+
+
+def _load_bits(pages: QuantizedPages, row: Sequence, begin: int, plane: BitPlane, column, lanes):
+    """The bits of `lanes` columns in a plane without neighbours, which begins at a byte of the row.
+
+    They are where the code has them, in an int32 each.
+    """
+    width, wide = pages.spec.qk_head_dim, vector_type("int32", lanes)
+    byte, shift = _position(plane, column, width)
+    data = T.cast(pages.codes[(*row, ramp(begin + byte, lanes))], wide)
+    bits = T.bitwise_and(
+        T.shift_right(data, broadcast(shift, lanes)), broadcast(T.int32(plane.mask), lanes)
     )
-    if not pages.codec.has_bit_plane:
-        return low
-    bits = T.bitwise_and(_load_bits(pages, row, column, lanes), broadcast(T.int32(16), lanes))
-    return T.bitwise_or(low, bits)
+    return _moved(bits, plane, lanes)
 
 
-def _load_bits(pages: QuantizedPages, row: Sequence, column, lanes: int):
-    """The fifth bits of `lanes` columns, 16 at most, in bit 4 of an int32 each; others are garbage.
+def _position(plane: BitPlane, column, width: int) -> tuple:
+    """Return the byte of a plane without neighbours that has a column, and its lowest bit there."""
+    num_bytes = plane.num_bytes(width)
+    if isinstance(column, int):
+        return column % num_bytes, T.int32(column // num_bytes * plane.num_bits)
+    firsts = range(num_bytes, width, num_bytes)  # a division would take longer
+    index = functools.reduce(operator.add, [T.cast(column >= n, "int32") for n in firsts])
+    return column % num_bytes, index * plane.num_bits
+
+
+def _load_single_bits(pages: QuantizedPages, row: Sequence, begin: int, plane, column, lanes: int):
+    """As `_load_bits`, for 16 columns at most in a plane of single bits.
 
     Lanes get the byte or the word with all their bits, as often as it fits, and shift it.
     """
-    first, wide = pages.spec.qk_head_dim // 2 + column // 8, vector_type("int32", lanes)
+    first, wide = begin + column // 8, vector_type("int32", lanes)
     if lanes <= 8:
         data, size = pages.codes[(*row, first)], 8
     else:
         data, size = T.reinterpret("uint16", pages.codes[(*row, ramp(first, 2))]), 16
     repeated = broadcast(temp(data, 1, f"uint{size}"), lanes * 32 // size)
-    shifts = ramp(size - 4 + column % size, lanes)
-    return T.shift_right(T.reinterpret(wide, repeated), shifts)
+    shifts = ramp(size - plane.first_bit + column % size, lanes)
+    bits = T.shift_right(T.reinterpret(wide, repeated), shifts)
+    return T.bitwise_and(bits, broadcast(T.int32(1 << plane.first_bit), lanes))
 
 
 def load_unpacked(pages: QuantizedPages, row: Sequence, column: int, num_columns: int):
     """The codes of columns, less the lowest code, a byte each: int32, four columns a lane.
 
-    Only of codecs with a bit plane. Within `packing.mask_scope`.
+    Only of codecs with planes of high bits. Within `packing.mask_scope`.
     """
-    half = pages.spec.qk_head_dim // 2
-    size = math.gcd(half, num_columns)  # columns of a half, side by side in memory
-    parts = []
+    codes = None
+    for begin, plane in pages.codec.planes_of(pages.spec.qk_head_dim):
+        unpack = _unpack_single_bits if plane.has_neighbours else _unpack_bits
+        bits = unpack(pages, row, begin, plane, column, num_columns)
+        codes = bits if codes is None else T.bitwise_or(codes, bits)
+    return codes
+
+
+def _unpack_bits(pages: QuantizedPages, row: Sequence, begin: int, plane, column, num_columns: int):
+    """The bits of columns in a plane without neighbours, in a byte each."""
+    width = pages.spec.qk_head_dim
+    size = math.gcd(plane.num_bytes(width), num_columns)  # columns side by side in memory
+    lanes, parts = size // 4, []
     for start in range(column, column + num_columns, size):
-        data = pages.codes[(*row, ramp(start % half, size))]
-        dwords, lanes = T.reinterpret(f"int32x{size // 4}", data), size // 4
-        low = T.shift_right(dwords, broadcast(T.int32(4 * (start // half)), lanes))
-        low = T.bitwise_and(low, broadcast(T.int32(0x0F0F0F0F), lanes))
-        parts.append(temp(low, lanes, "int32"))
-    low, lanes = concatenate(parts, size // 4, "int32"), num_columns // 4
-    data = pages.codes[(*row, ramp(half + column // 8, num_columns // 8))]
+        byte, shift = _position(plane, start, width)
+        data = pages.codes[(*row, ramp(begin + byte, size))]
+        bits = T.shift_right(
+            T.reinterpret(f"int32x{lanes}", data), broadcast(T.int32(shift), lanes)
+        )
+        bits = T.bitwise_and(bits, broadcast(T.int32(plane.mask * 0x01010101), lanes))
+        parts.append(temp(_moved(bits, plane, lanes), lanes, "int32"))
+    return concatenate(parts, lanes, "int32")
+
+
+def _unpack_single_bits(
+    pages: QuantizedPages, row: Sequence, begin: int, plane, column, num_columns: int
+):
+    """The bits of columns in a plane of single bits, in a byte each."""
+    lanes = num_columns // 4
+    data = pages.codes[(*row, ramp(begin + column // 8, num_columns // 8))]
     mask = T.reinterpret(f"uint{num_columns}", data)
     bits = T.reinterpret(f"int32x{lanes}", packing.select(mask, num_columns))
-    return T.bitwise_or(low, T.bitwise_and(bits, broadcast(T.int32(0x10101010), lanes)))
+    bit = T.int32(0x01010101 << plane.first_bit)
+    return T.bitwise_and(bits, broadcast(bit, lanes))
+
+
+def _moved(bits, plane: BitPlane, lanes: int):
+    """The lowest bits of int32 lanes, or of bytes in them, moved to where the code has them."""
+    if plane.first_bit == 0:
+        return bits
+    return T.shift_left(bits, broadcast(T.int32(plane.first_bit), lanes))
 
 
 def _scale(pages: QuantizedPages, row: Sequence, group):
@@ -179,7 +226,7 @@ def store_codes(pages: QuantizedPages, row: Sequence, column, lanes: int, values
     Parameters
     ----------
     values : sequence of sequences of vectors of `lanes` lanes
-        Vectors side by side from `column` on; of packed codes, also those half a row behind.
+        Vectors side by side from `column` on after each of `Codec.columns_apart`.
     """
     width = lanes * len(values[0])
     codes = [
@@ -200,22 +247,48 @@ def store_packed_codes(pages: QuantizedPages, row: Sequence, column, values) -> 
 
 
 def _store_bytes(pages: QuantizedPages, row: Sequence, column, lanes: int, codes) -> None:
-    """Store codes, int8; of packed ones those of two columns."""
-    data, codec = codes[0], pages.codec
+    """Store codes, int8: `lanes` of them from `column` on after each of `columns_apart`."""
+    codec, width = pages.codec, pages.spec.qk_head_dim
     if codec.is_packed:
+        codes = [temp(x, lanes, "int8") for x in codes]
+    columns = dict(zip(codec.columns_apart(width), codes, strict=True))
+    for begin, plane in reversed(codec.planes_of(width)):
+        if plane.has_neighbours:  # single bits, the highest: that of a code without its sign
+            for first, code in columns.items():
+                bits = T.reinterpret(f"uint8x{lanes // 8}", packing.not_negative(code, lanes))
+                at = ramp(begin + (column + first) // 8, lanes // 8)
+                T.buffer_store(pages.codes, bits, [*row, at])
+            continue
+        num_bytes = plane.num_bytes(width)
+        for first in columns:
+            if first < num_bytes:
+                members = [columns[n] for n in range(first, width, num_bytes)]
+                data = _joined(codec, plane, members, lanes)
+                if codec.storage_dtype != "int8":
+                    data = T.reinterpret(vector_type(codec.storage_dtype, lanes), data)
+                at = ramp(begin + first + column, lanes)
+                T.buffer_store(pages.codes, data, [*row, at])
 
-        def integer(value: int):
-            return broadcast(T.int8(value), lanes)
 
-        low, high = codes = [temp(x, lanes, "int8") for x in codes]
-        data = T.bitwise_or(T.bitwise_and(low, integer(15)), T.shift_left(high, integer(4)))
-        if codec.has_bit_plane:  # 16 more leaves the low bits alone
-            half = pages.spec.qk_head_dim // 2
-            for first, each in zip((column, column + half), codes, strict=True):
-                bits = T.reinterpret(f"uint8x{lanes // 8}", packing.not_negative(each, lanes))
-                T.buffer_store(pages.codes, bits, [*row, ramp(half + first // 8, lanes // 8)])
-        else:
-            data = T.bitwise_xor(data, integer(0x88 - 256))  # plus 8, modulo 16
-    if codec.storage_dtype != "int8":
-        data = T.reinterpret(vector_type(codec.storage_dtype, lanes), data)
-    T.buffer_store(pages.codes, data, [*row, ramp(column, lanes)])
+def _joined(codec: Codec, plane: BitPlane, codes: list, lanes: int):
+    """The bits that a plane has of some codes, in one byte: int8."""
+
+    def integer(value: int):
+        return broadcast(T.int8((value & 0xFF) - ((value & 0x80) << 1)), lanes)
+
+    if plane.num_bits == 8:
+        return codes[0]
+    data = None
+    for index, code in enumerate(codes):
+        bits = T.shift_right(code, integer(plane.first_bit)) if plane.first_bit else code
+        if index < len(codes) - 1:  # the shift to the left drops those of the last one
+            bits = T.bitwise_and(bits, integer(plane.mask))
+        if index > 0:
+            bits = T.shift_left(bits, integer(index * plane.num_bits))
+        data = bits if data is None else T.bitwise_or(data, bits)
+    # Less the lowest code, a power of two: that changes one bit, the highest.
+    flipped = -codec.lowest >> plane.first_bit & plane.mask
+    if flipped:
+        all_flipped = sum(flipped << index * plane.num_bits for index in range(len(codes)))
+        data = T.bitwise_xor(data, integer(all_flipped))
+    return data

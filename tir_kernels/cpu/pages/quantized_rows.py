@@ -105,20 +105,20 @@ class QuantizedRows:
             lowest, highest = (constant(sign * codec.limit, n) for sign in (-1, 1))
             return temp(T.min(T.max(value, lowest), highest), n)
 
-        half = pages.spec.qk_head_dim // 2
-        behind = (0, half) if codec.is_packed else (0,)  # columns of a byte
-        at_once = max(1, packing.MASK_LANES // lanes) if codec.has_bit_plane else 1
-        for begin, end in ((0, half),) if codec.is_packed else pages.groups:
+        width = pages.spec.qk_head_dim
+        columns = codec.columns_apart(width)  # whose codes are stored together
+        at_once = max(1, packing.MASK_LANES // lanes) if codec.has_high_bits else 1
+        for begin, end in ((0, width // len(columns)),) if codec.is_packed else pages.groups:
             with (
                 packing.scope() if can_pack else nullcontext(),
-                packing.mask_scope() if codec.has_bit_plane else nullcontext(),
+                packing.mask_scope() if codec.has_high_bits else nullcontext(),
             ):
                 for start, parts in steps(end - begin, lanes, VECTORS_AT_ONCE):
                     for run in _runs(parts, lanes, can_pack, at_once):
                         column = begin + start + run[0].start
                         values = [
                             [scaled(begin + start + n + c.start, c.lanes) for c in run]
-                            for n in behind
+                            for n in columns
                         ]
                         if can_pack and len(run) > 1:
                             store_packed_codes(pages, row, column, values)

@@ -48,7 +48,7 @@ def _code_dwords(element: tuple, begin: int, num_dwords: int, lanes: int):
 
 
 def _codes(pages: QuantizedPages, row: list, begin: int, num_dwords: int):
-    if pages.codec.has_bit_plane:
+    if pages.codec.has_high_bits:
         return load_unpacked(pages, row, begin, 4 * num_dwords)
     codes = pages.codes[(*row, T.ramp(begin, 1, 4 * num_dwords))]
     return T.reinterpret(f"int32x{num_dwords}", codes)

@@ -43,7 +43,7 @@ class CodeRows:
 
     def __init__(self, spec: KernelSpec, codec: Codec, *, is_signed: bool = True):
         self.codec, self.is_signed, self.width = codec, is_signed, spec.qk_head_dim
-        has_halves = codec.is_packed and not codec.has_bit_plane
+        has_halves = codec.is_packed and not codec.has_high_bits
         self.halves = range(2 if has_halves else 1)
         self.code_bytes = self.width // len(self.halves)
         self.groups = codec.groups(spec.qk_head_dim, spec.v_head_dim)
@@ -61,12 +61,14 @@ class CodeRows:
         """The codes of a half of the columns; `sum_of` undoes the factor that some of them have."""
         if len(self.halves) == 1:
             return codes
+        (plane,) = self.codec.planes
+        shift = half * plane.num_bits
         if half and self.is_signed:
             data = T.reinterpret(f"uint8x{4 * lanes}", codes)
-            data = T.shift_right(data, broadcast(T.uint8(4), 4 * lanes))
+            data = T.shift_right(data, broadcast(T.uint8(shift), 4 * lanes))
             return T.reinterpret(f"int32x{lanes}", data)
-        mask = 0xF0F0F0F0 - (1 << 32) if half else 0x0F0F0F0F
-        return T.bitwise_and(codes, broadcast(T.int32(mask), lanes))
+        mask = (plane.mask << shift) * 0x01010101
+        return T.bitwise_and(codes, broadcast(T.int32(mask - (mask >> 31 << 32)), lanes))
 
     def sum_of(self, total, half: int, lanes: int):
         """Return the sum of products with the codes, from that with `half_of` of them.

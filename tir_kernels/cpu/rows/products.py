@@ -78,7 +78,7 @@ def helpers_of(spec: KernelSpec, *, is_listed: bool = False) -> tuple[str, ...]:
         return (words.LLVM_HELPERS, *BytePairs.llvm_helpers)
     if not has_byte_products(spec):
         return ()
-    has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))
+    has_bits = any(codec.has_high_bits for codec in (spec.codec.k, spec.codec.v))
     return (*byte_dots(spec.target).llvm_helpers, *([packing.MASK_HELPERS] if has_bits else []))
 
 
@@ -87,7 +87,7 @@ def has_word_products(spec: KernelSpec) -> bool:
     if spec.codec is None or not spec.target.has_word_dot or spec.qk_head_dim > 256:
         return False
     return all(
-        each.is_integer and not each.has_bit_plane and CodeRows(spec, each).code_bytes % CODES == 0
+        each.is_integer and not each.has_high_bits and CodeRows(spec, each).code_bytes % CODES == 0
         for each in (spec.codec.k, spec.codec.v)
     )
 

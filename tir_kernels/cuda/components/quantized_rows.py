@@ -82,7 +82,7 @@ class QuantizedRows:
     def quantize(self, row: Sequence, rows, source_row: Sequence, worker) -> None:
         """Quantize ``rows.load_run(source_row, column, count)`` into row `row`."""
         pages, lane = self.pages, worker.lane()
-        if self.codec.bits == 4:
+        if self.codec.is_packed:
             self._quantize_packed(row, rows, source_row, lane, *worker.warp_scratch())
             return
         for group, (begin, end) in enumerate(pages.groups):
@@ -100,8 +100,8 @@ class QuantizedRows:
                 ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word)
 
     def _quantize_packed(self, row, rows, source_row, lane, room, start) -> None:
-        """Quantize with 4 bits: the elements of a byte, half a row apart, meet in shared memory."""
-        pages, codec, width = self.pages, self.codec, self.pages.spec.qk_head_dim
+        """Quantize to packed codes: those of a byte, which are apart, meet in shared memory."""
+        pages, codec = self.pages, self.codec
         for part in k_parts(pages.spec):
             for begin, size in blocks_of(*part):
                 length = size // WARP
@@ -119,14 +119,15 @@ class QuantizedRows:
                 with T.If(T.truncmod(lane, lanes) == 0), T.Then():
                     scale.store(pages, row, T.truncdiv(column, codec.group_size))
         sync_warp()
-        half = width // 2
-        for _, column in Runs(0, half, RUN, lane).each():
+        (plane,) = codec.planes
+        num_bytes = plane.num_bytes(pages.spec.qk_head_dim)
+        for _, column in Runs(0, num_bytes, RUN, lane).each():
             word = Registers(1, U32, "word")
             word[0] = T.uint32(0)
-            for side in range(2):
+            for side in range(plane.columns_per_byte):
                 for i in range(RUN):
-                    code = T.reinterpret(U32, room[0, start + side * half + column + i])
-                    bits = T.uint32(8 * i + 4 * side)
+                    code = T.reinterpret(U32, room[0, start + side * num_bytes + column + i])
+                    bits = T.uint32(8 * i + plane.num_bits * side)
                     word[0] = T.bitwise_or(word[0], T.shift_left(code, bits))
             ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word[0])
         sync_warp()
@@ -151,22 +152,27 @@ class QuantizedRows:
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
         """Load the numbers that some codes stand for; they are rotated where the codec rotates."""
-        pages, codec, half = self.pages, self.codec, self.pages.spec.qk_head_dim // 2
+        pages, codec = self.pages, self.codec
         numbers, scale = Registers(count, F32, "numbers"), pages.scale(row, pages.group_of(column))
         scale = scalars.temp(scale)
         for i in range(count):
-            if codec.bits == 4:
-                at = column + i
-                byte = pages.codes[(*row, T.truncmod(at, half))]
-                shift = T.if_then_else(at < half, T.uint32(0), T.uint32(4))
-                nibble = T.bitwise_and(T.shift_right(T.cast(byte, U32), shift), T.uint32(15))
-                value = T.cast(T.cast(nibble, I32) - 8, F32)
+            if codec.is_packed:
+                value = T.cast(self._load_packed(row, column + i), F32)
             elif codec.storage_dtype == "int8":
                 value = T.cast(pages.codes[(*row, column + i)], F32)
             else:
                 value = _float_of(T.cast(pages.codes[(*row, column + i)], U32))
             numbers[i] = value * scale
         return numbers
+
+    def _load_packed(self, row: Sequence, column):
+        """The packed code of a column: int32."""
+        (plane,) = self.codec.planes
+        num_bytes = plane.num_bytes(self.pages.spec.qk_head_dim)
+        byte = self.pages.codes[(*row, T.truncmod(column, num_bytes))]
+        shift = T.if_then_else(column < num_bytes, T.uint32(0), T.uint32(plane.num_bits))
+        bits = T.bitwise_and(T.shift_right(T.cast(byte, U32), shift), T.uint32(plane.mask))
+        return T.cast(bits, I32) - -self.codec.lowest
 
 
 def _largest(values: Registers, lanes: int):

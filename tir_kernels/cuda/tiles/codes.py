@@ -63,25 +63,29 @@ def widen(codec: Codec, dtype: str, word, side=0) -> list:
     dtype : {"float16", "bfloat16"}
     word : uint32 expression
     side : {0, 1} or int32 expression
-        With 4 bits: those of the low bits, or of the high ones.
+        Of packed codes: those of the low bits, or of the high ones.
 
     Returns
     -------
     list of two uint32 expressions
         Pairs of `dtype`: those of ``b0, b2`` and of ``b1, b3``.
     """
-    if codec.bits == 4:
-        shifts = [T.cast(T.int32(4) * side + bits, U32) for bits in (0, 8)]
-        return [_nibbles(dtype, T.shift_right(word, shift)) for shift in shifts]
+    if codec.is_packed:
+        (plane,) = codec.planes
+        shifts = [T.cast(T.int32(plane.num_bits) * side + bits, U32) for bits in (0, 8)]
+        return [_stored_codes(codec, dtype, T.shift_right(word, shift)) for shift in shifts]
     if codec.storage_dtype == "uint8":
         return [_floats(dtype, bytes_) for bytes_ in (T.shift_left(word, _u32(8)), word)]
     return [_integers(dtype, bytes_) for bytes_ in (word, T.shift_right(word, _u32(8)))]
 
 
-def _nibbles(dtype: str, word):
-    """The lowest 4 bits of each half, less 8."""
-    magic, minus = {"float16": (0x6400, 0xE408), "bfloat16": (0x4300, 0xC308)}[dtype]
-    pair = T.bitwise_or(T.bitwise_and(word, _u32(0x000F000F)), _u32(magic * 0x10001))
+def _stored_codes(codec: Codec, dtype: str, word):
+    """The codes whose bits are the lowest of each half."""
+    (plane,) = codec.planes
+    magic = {"float16": 0x6400, "bfloat16": 0x4300}[dtype]  # 1024, and 128
+    minus = magic + 0x8000 - codec.lowest
+    stored = T.bitwise_and(word, _u32(plane.mask * 0x10001))
+    pair = T.bitwise_or(stored, _u32(magic * 0x10001))
     return _fma(dtype, pair, _u32(_ONE[dtype]), _u32(minus * 0x10001))
 
 

@@ -14,6 +14,7 @@ from tvm.target import Target
 from tvm_ffi import Shape
 
 from tir_kernels import build_kernel, kernel_names
+from tir_kernels.catalogue import KERNELS
 from tir_kernels.spec import KernelSpec
 
 from ..compiler import (
@@ -33,8 +34,6 @@ from .releases import StringImm
 # The Relax VM quotes the name of a function that it does not find: this one says what to do where
 # the library is not loaded. runtime_ext/ffi/register.cc names it too.
 CREATE_IN_MODEL = "pagedkv.create_in_model (import tvm_pagedkv, or load libtvm_pagedkv.so)"
-# Kernels that rotate by the layer's RoPE in every mode. With mode "inline" those of attention do.
-_APPENDING = {"split_rotary", "rope_append", "append_prefill"}
 
 
 def own_creation(
@@ -90,7 +89,9 @@ def _kernel_maps(
     def function(name: str, spec: Any) -> relax.ExternFunc:
         if isinstance(spec, KernelSpec):
             spec = replace(spec, kind=spec.kind.removesuffix("_sliding"))
-            if not spec.is_latent and not has_inline and name not in _APPENDING:
+            kernel = KERNELS[name]
+            rotates = kernel.rotates_new_rows or (has_inline and kernel.can_rotate_inside)
+            if not spec.is_latent and not rotates:
                 spec = replace(spec, rope=rope)
         return kernels.refer(name, repr(spec), partial(build_kernel, name, spec))
 

@@ -138,11 +138,11 @@ def test_rope_fields_of_old_and_new_files():
         shape | {"rope_theta": 5e5, "rope_scaling": llama3 | {"type": "llama3"}}
     )
     assert new == old
-    (layer,) = new.layers
+    (layer,) = new.cache_layers
     assert layer.rope.theta == 5e5 and layer.rope.scaling_dict["factor"] == 8.0
     assert new.num_kv_heads == 2 and new.head_dim == 32
     plain = config_from_fields(shape | {"rope_theta": 1e6, "rope_scaling": None})
-    assert plain.layers[0].rope.theta == 1e6 and plain.layers[0].rope.scaling is None
+    assert plain.cache_layers[0].rope.theta == 1e6 and plain.cache_layers[0].rope.scaling is None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of docs/architecture.md and docs/sequences.md as SVG files.
+"""Draw the pictures of docs/architecture.md, docs/internals.md and docs/sequences.md as SVG files.
 
 python scripts/tools/draw_docs.py [FOLDER = docs/images]
 """

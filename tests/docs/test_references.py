@@ -20,6 +20,10 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 _REFERENCE = re.compile(r"\]\[([^\]]+)\]")
 _DEFINITION = re.compile(r"^\[([^\]]+)\]: (\S+)$", re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
+# Data, tests and what only programs around the runtime have.
+NOT_COMPONENTS = {
+    *("tiny", "share", "include", "bench", "example", "fuzz", "tests", "third_party"),
+}
 _PATH = re.compile(r"`((?:tests|scripts|tvm_pagedkv|tir_kernels|runtime_ext|docs)/[\w./\-]*)`")
 
 
@@ -70,8 +74,30 @@ def test_excerpts_are_in_the_files_that_they_name():
         assert _bare_lines(block.code) in _bare_lines(source.read_text()), block.where
 
 
-def test_the_table_of_kernels_is_complete():
+def test_the_tree_of_folders_is_complete():
+    """architecture.md names every folder of the packages, and nothing that is not there."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package, named = "", set()
+    for line in text.split("```")[1].splitlines():
+        if line and not line.startswith(" "):
+            package = line.split()[0]
+        elif re.match(r"  \S", line):
+            named |= {package + name for name in re.findall(r"[\w.]+/(?= |$)|\w+\.py", line[:40])}
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert not missing, "architecture.md names what is not there"
+    packages = {name.split("/")[0] for name in named}
+    assert packages == {"tvm_pagedkv", "tvm_pagedkv_lm", "tir_kernels", "runtime_ext"}
+    folders = {
+        f"{path.relative_to(ROOT)}/"
+        for name in packages
+        for path in (ROOT / name).iterdir()
+        if path.is_dir() and not path.name.startswith((".", "__"))
+    }
+    assert not {f for f in folders - named if f.split("/")[1] not in NOT_COMPONENTS}
+
+
+def test_the_table_of_kernels_is_complete():
+    text = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8")
     table = text.split("| kernel | does |")[1].split("\n\n")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     of_attention = {name for name, k in KERNELS.items() if KernelSpec in k.specs}

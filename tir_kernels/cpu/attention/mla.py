@@ -40,11 +40,11 @@ class SequenceTiles:
         Positions of the sequence, and the first one that no token sees.
     first_page, last_page : int32 expressions
         The entries of the sequence in the page table.
-    first_block : int32 expression
-        The block of positions that the first token begins to see in.
+    first_kv_tile : int32 expression
+        The KV tile that the first token begins to see in.
     before, cost : int64 expressions
         The cost of the tiles before this one, and its own; see `TileSplits`. One that sees nothing
-        costs one block.
+        costs one KV tile.
     """
 
     head = 0  # of K and V
@@ -58,7 +58,7 @@ class SequenceTiles:
         self.first_row, self.num_sequence_rows = (T.local_scalar("int32") for _ in range(2))
         self.first_token, self.num_tokens = (T.local_scalar("int32") for _ in range(2))
         self.num_rows, self.max_tokens = (T.local_scalar("int32") for _ in range(2))
-        self.first_block = T.local_scalar("int32") if self.mask.has_window else 0
+        self.first_kv_tile = T.local_scalar("int32") if self.mask.has_window else 0
         self.before, self.cost = (T.local_scalar("int64") for _ in range(2))
 
     @inline
@@ -90,9 +90,9 @@ class SequenceTiles:
         self.num_rows = self.num_tokens * self.spec.num_qo_heads
         self.end = self.end_of(self.num_rows - 1)
         if self.mask.has_window:
-            self.first_block = T.min(self.begin_of(0), self.end) // POSITIONS
-        num_blocks = T.max((self.end + POSITIONS - 1) // POSITIONS - self.first_block, 1)
-        self.cost = T.cast(num_blocks, "int64") * self.num_tokens
+            self.first_kv_tile = T.min(self.begin_of(0), self.end) // POSITIONS
+        num_kv_tiles = T.max((self.end + POSITIONS - 1) // POSITIONS - self.first_kv_tile, 1)
+        self.cost = T.cast(num_kv_tiles, "int64") * self.num_tokens
 
     @inline
     def _begin_sequence(self):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of several query rows per sequence, over pages or ragged arrays.
 
-Tasks take tiles from a queue: some tokens of a sequence with all query heads of one KV head. A task
-walks over tiles of positions: K is transposed and V copied into packed tiles once, and all rows
-multiply with them, a few at a time through the registers. Tiles that no row may see are skipped.
-`signatures.inputs` has the arguments.
+The kernels differ in their arguments and in what a row sees; `query_tiles` has the algorithm, and
+`signatures.inputs` the arguments.
 """
 
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from tvm.script import tirx as T
 
 from ...define import attributes
 from ...layout import arrays_of, view_pages
-from ...script import inline, prim_func
+from ...script import prim_func
 from ...semantics.visibility import CausalMask, mask_of, sequences_of
 from ...signatures.attention import (
     PREFILL,
@@ -28,143 +26,12 @@ from ...signatures.attention import (
 from ...signatures.inputs import AttentionInputs, Elements, PagedInputs, RaggedInputs
 from ...signatures.signature import Signature
 from ...spec import KernelSpec
-from ..isa.matrices.register_tile import ColumnTiles
-from ..isa.simd import import_llvm, index_temp, require_half_conversion
-from ..pages.kv_rows import PagedRows, RaggedRows
+from ..isa.simd import index_temp, require_half_conversion
 from ..rotation import rotation_of
-from ..rows.products import helpers_of, single_row_operands
-from ..softmax.logits import AlibiBias
-from ..softmax.online_softmax import OnlineSoftmax
+from ..rows.products import single_row_operands
 from ..tiles.kv_operands import operands
-from ..tiles.packed_kv import POSITIONS, PackedKv
-from ..tiles.query_tile import BLOCKS, QueryTile, Tiling
-from ..tiles.row_bounds import RowBounds, TilePart
-from ..tiles.score_tile import ScoreTile
-from ..tiles.tile_queue import TileQueue
-from ..tiles.tree_mask import TokenTrees, TreeMask
-from ..work import TASKS, Queue, num_threads
-from .single_rows import Singles
-
-SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
-TILES_PER_TASK = 8  # with fewer, tiles are halved, so that tasks finish together
-
-
-@inline
-def attend(spec, a, ops, num_positions, single_ops=None):
-    """Attend with all rows of a call, whose inputs are as `described`.
-
-    With `single_ops`, sequences of one row have a queue of their own, and are attended to as in
-    decode. Half of the tasks begin with it, so that reading and multiplying go on at the same time.
-    """
-    has_singles = T.meta_var(single_ops is not None)
-    # Multiply-adds, as if all sequences were alike.
-    num_rows = T.cast(a.query_indptr[a.batch_size], "int64")
-    row_work = T.meta_var(spec.num_qo_heads * spec.qk_head_dim)
-    work = num_rows * row_work * num_positions // T.max(a.batch_size, 1)
-    num_tasks = T.if_then_else(work > SERIAL_WORK, num_threads(), 1)
-    tiling, lanes = T.meta_var((Tiling.of(spec, ops), spec.target.lanes))
-    many_rows = T.meta_var(num_tasks * (TILES_PER_TASK * tiling.tokens))
-    has_many = num_rows * spec.num_kv_heads >= T.cast(many_rows, "int64")
-    max_tokens = T.if_then_else(has_many, tiling.tokens, (tiling.tokens + 1) // 2)
-    singles = T.meta_var(Singles(spec, single_ops, a, num_tasks) if has_singles else None)
-    if a.tree is not None:
-        a.tree.begin()
-    queue, singles_queue = Queue(), Queue()
-    queue.begin()
-    if has_singles:
-        singles_queue.begin()
-    singles_helpers = T.meta_var(
-        (*single_ops.llvm_helpers, *helpers_of(spec)) if has_singles else ()
-    )
-    helpers = T.meta_var(dict.fromkeys((*ops.llvm_helpers, *singles_helpers)))
-    with import_llvm(Queue.llvm_helper, *helpers):
-        for task in T.parallel(num_tasks, annotations=TASKS):
-            columns = ColumnTiles(ops, spec.target, spec.v_head_dim)
-            softmax = OnlineSoftmax(tiling.num_blocks, tiling.rows, lanes)
-            bias = T.meta_var(AlibiBias.of(spec, tiling.num_blocks * tiling.rows))
-            rows = QueryTile(spec, ops, a, columns, softmax, bias)
-            kv = PackedKv(spec, ops, columns)
-            scores = ScoreTile(spec, ops, rows, columns)
-            mask = T.meta_var(a.mask if a.tree is None else TreeMask(a, a.tree, POSITIONS))
-            tiles = TileQueue(spec, a, queue, max_tokens, singles)
-            ops.begin_task()
-            a.rope.begin_task()
-            rows.begin_task()
-            kv.begin_task()
-            if has_singles:
-                singles.begin_task(task)
-                for turn in range(2):
-                    if (task + turn) % 2 == 0:
-                        singles.attend(singles_queue, num_tasks)
-                    else:
-                        attend_tiles(spec, a, mask, tiles, rows, kv, scores)
-            else:
-                attend_tiles(spec, a, mask, tiles, rows, kv, scores)
-            ops.end_task()
-    if has_singles:
-        singles.states.free()
-
-
-@inline
-def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
-    """Attend with the tiles of query rows that a task takes, and store their results."""
-    indptr = T.meta_var(a.page_indptr if isinstance(a, PagedInputs) else a.kv_indptr)
-    tiles.begin()
-    while tiles.has_next():
-        first_kv = indptr[tiles.sequence]
-        num_kv = indptr[tiles.sequence + 1] - first_kv
-        source = T.meta_var(kv_rows(spec, a, first_kv, num_kv, tiles.head))
-        kv_len = a.sequences.kv_len(tiles.sequence, num_kv)
-        gap = T.meta_var(a.sequences.gap(tiles.sequence))
-        k_offset = a.first_positions[tiles.sequence]
-        a.rope.begin_sequence(k_offset + kv_len - gap.num_dropped)
-        mask.begin_sequence(tiles.sequence, kv_len)
-        seen = T.meta_var(mask.of_sequence(k_offset, tiles.first_row))
-        rows.begin(tiles.first_row + tiles.first_token, tiles.num_tokens, tiles.head)
-        for i in range(gap.num_spans):
-            span = T.meta_var(gap.span(i, kv_len, k_offset))
-            bounds = T.meta_var(RowBounds(seen, span, tiles, rows, kv_len))
-            rows.begin_span()
-            begin = bounds.first()
-            end = bounds.last(begin)
-            for j in range((end - begin + POSITIONS - 1) // POSITIONS):
-                first = begin + j * POSITIONS
-                kv.pack_k(source, first, span.end)
-                mask.begin_tile(first, a.rope)
-                position = span.k_offset + first
-                if a.rope.rotates_k:
-                    a.rope.rotate_tile(kv.ops, kv.k.at, POSITIONS, position, mask.offsets)
-                kv.pack_v(source, first, span.end, span.begin)
-                kv.find_non_finite(bounds.hides_some(first, 0, rows.last_row))
-                kv.begin_prefetch(first + POSITIONS, span.end, rows.num_blocks)
-                for k in range((rows.num_blocks + BLOCKS - 1) // BLOCKS):
-                    block = k * BLOCKS
-                    count = T.min(BLOCKS, rows.num_blocks - block)
-                    part = T.meta_var(TilePart(bounds, first, block, count))
-                    if part.sees_some():
-                        rows.pack(part, span.last_position)
-                        scores.multiply(kv, source, part)
-                        if rows.bias is not None:
-                            scores.add_bias(rows.bias, part, position, mask.offsets)
-                        hides_some = part.hides_some()
-                        if hides_some:
-                            scores.hide(part)
-                        scores.weigh(part)
-                        rows.finish(part)
-                        if hides_some and kv.has_non_finite != 0:
-                            rows.add_visible(scores, kv, part)
-                        else:
-                            rows.add(scores, kv, part)
-        rows.end()
-        tiles.advance()
-
-
-def kv_rows(spec: KernelSpec, a: AttentionInputs, first, count, head):
-    """K and V of a KV head, from the first of `count` pages, or of rows of the arrays."""
-    if isinstance(a, PagedInputs):
-        table = a.pages, a.page_ids, first, first + count - 1
-        return PagedRows(spec, *table, head=head)
-    return RaggedRows(a.k, a.v, first, first + count - 1, head=head)
+from ..tiles.tree_mask import TokenTrees
+from .query_tiles import attend
 
 
 def described(
@@ -214,10 +81,9 @@ def paged(
             T.cast(ready.page_indptr[a.batch_size], "int64") * spec.page_size
         )
         arrays = T.meta_var((ready.q, *arrays_of(ready.pages)))
-        pairs = T.meta_var([b for b in arrays if str(b.dtype) == "bfloat16"])
-        ops.begin(pairs)
+        ops.begin(arrays)
         if single_ops is not None and single_ops is not ops:
-            single_ops.begin(pairs)
+            single_ops.begin(arrays)
         attend(spec, ready, ops, num_positions, single_ops)
 
     return prefill
@@ -233,7 +99,7 @@ def ragged(spec: KernelSpec, signature: Signature):
         T.func_attr(attributes(spec))
         ready = T.meta_var(described(spec, a))
         num_positions = T.meta_var(T.cast(ready.kv_indptr[ready.batch_size], "int64"))
-        ops.begin([b for b in (ready.q, ready.k, ready.v) if str(b.dtype) == "bfloat16"])
+        ops.begin((ready.q, ready.k, ready.v))
         attend(spec, ready, ops, num_positions)
 
     return prefill_ragged

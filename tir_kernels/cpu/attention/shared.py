@@ -47,7 +47,7 @@ class SegmentTiles:
         The cost of the tiles before this one, and its own; see `TileSplits`.
     """
 
-    first_block = 0
+    first_kv_tile = 0
 
     def __init__(self, spec: KernelSpec, a: SharedInputs):
         self.spec, self.a, self.tile_tokens = spec, a, tile_tokens(spec)
@@ -95,8 +95,8 @@ class SegmentTiles:
                 self._begin_segment()
         self.num_tokens = T.min(self.max_tokens, self.end_token - self.first_token)
         self.num_rows = self.num_tokens * self.spec.group_size
-        num_blocks = (self.kv_len + POSITIONS - 1) // POSITIONS
-        self.cost = T.cast(num_blocks, "int64") * self.num_tokens
+        num_kv_tiles = (self.kv_len + POSITIONS - 1) // POSITIONS
+        self.cost = T.cast(num_kv_tiles, "int64") * self.num_tokens
 
     @inline
     def _begin_segment(self):

@@ -16,12 +16,13 @@ from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..pages.kv_rows import LatentRows, PagedRows
 from ..softmax.output import Output, PartialStates, finish
-from ..tiles.kv_tile import POSITIONS, KvTile
-from ..tiles.lane_rows import LaneMask, LaneQueries, RowBlocks
+from ..tiles.amx_products import products_of
+from ..tiles.kv_tile import POSITIONS
+from ..tiles.lane_kv import LaneKv
+from ..tiles.lane_rows import LaneMask, LaneQueries, LaneView, RowBlocks
 from ..tiles.lane_softmax import LaneSoftmax
 from ..tiles.query_tile import tile_tokens
 from ..tiles.tile_splits import CutTile, Split, TileSlots, TileSplits
-from ..tiles.tile_sums import sums_of
 from ..work import TASKS
 
 
@@ -59,7 +60,7 @@ def attend(
     slots = TileSlots(splits)
     slots.begin(all_tiles)
     states = PartialStates(spec, slots.num_tile_slots, max_rows)
-    ops.begin([b for b in (a.q, *arrays_of(a.pages)) if str(b.dtype) == "bfloat16"])
+    ops.begin([a.q, *arrays_of(a.pages)])
     with ops.scope():
         for task in T.parallel(splits.num_tasks, annotations=TASKS):
             tile, split = tiles(spec, a), Split(splits)
@@ -71,11 +72,10 @@ def attend(
             a.rope.begin_task()
             a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
             mask = T.meta_var(make_mask())
-            queries, kv = (
-                LaneQueries(spec, ops, max_rows, a, a.rope, factor),
-                KvTile(spec, ops, rows),
-            )
-            softmax, sums = LaneSoftmax(spec, ops, max_rows), sums_of(spec, ops, max_rows)
+            q = LaneQueries(spec, ops, max_rows, a, a.rope, factor)
+            kv = LaneKv(spec, ops, rows)
+            products, softmax = products_of(spec, ops), LaneSoftmax(spec, ops, max_rows)
+            o = products.sums(spec, ops, max_rows)
             blocks, output = RowBlocks(spec, ops), Output(spec, a, merges=merges)
             if mask is not None:
                 seen = LaneMask(mask, max_rows, ops.lanes)
@@ -83,10 +83,11 @@ def attend(
             @inline
             def attend_to_all(block, first):
                 num_seen = T.min(POSITIONS, tile.end - first)
-                softmax.score(queries, kv, block, first, tile.k_offset, num_seen)
-                softmax.hide_from(block, num_seen)
-                softmax.update(block, num_seen)
-                sums.add(kv, softmax, block, first, num_seen)
+                view = T.meta_var(LaneView(block, first, num_seen, tile.k_offset))
+                scores = T.meta_var(products.qk(q, kv, view))  # S^T = K Q^T
+                scores.hide_rest()
+                weights = T.meta_var(softmax.update(scores))  # P = exp2(S - maximum)
+                products.pv(o, weights, kv)  # O = O * rescale + P V
 
             @inline
             def attend_to_seen(block, first):
@@ -97,17 +98,18 @@ def attend(
                     if mask.has_window:  # later rows may not see the first positions
                         if first < seen.last_begin(tile, last_row):
                             num_shared = 0
-                    softmax.score(queries, kv, block, first, tile.k_offset, num_seen)
+                    view = T.meta_var(LaneView(block, first, num_seen, tile.k_offset))
+                    scores = T.meta_var(products.qk(q, kv, view))  # S^T = K Q^T
                     if num_shared < POSITIONS:
-                        softmax.hide(block, first, num_shared, num_seen, seen)
-                    softmax.update(block, num_seen)
-                    if num_shared < kv.rounded(num_seen) and kv.has_special != 0:
-                        sums.add_seen(kv, softmax, block, first, num_seen, seen)
+                        scores.hide(num_shared, seen)
+                    weights = T.meta_var(softmax.update(scores))  # P = exp2(S - maximum)
+                    if num_shared < kv.rounded(num_seen) and kv.has_non_finite != 0:
+                        products.pv_seen(o, weights, kv, seen)
                     else:
-                        sums.add(kv, softmax, block, first, num_seen)
+                        products.pv(o, weights, kv)  # O = O * rescale + P V
 
             attend_to = T.meta_var(attend_to_all if mask is None else attend_to_seen)
-            queries.begin_task()
+            q.begin_task()
             kv.begin_task()
             split.take(task)
             tile.begin()
@@ -118,15 +120,15 @@ def attend(
                         mask.begin_sequence(tile.sequence, tile.kv_len)
                     blocks.begin(tile.num_rows)
                     for vector in range(blocks.num_vectors):
-                        queries.load(vector, tile)
+                        q.load(vector, tile)
                         if mask is not None:
                             seen.load(vector, tile)
                     for segment in range(split.num_segments):
                         for vector in range(blocks.num_vectors):
                             softmax.reset(vector)
-                            sums.clear(vector)
+                            o.clear(vector)
                         for i in range(split.begin_of(segment), split.begin_of(segment + 1)):
-                            first = (tile.first_block + i) * POSITIONS
+                            first = (tile.first_kv_tile + i) * POSITIONS
                             if mask is not None:
                                 mask.begin_tile(first, a.rope)
                             kv.pack(first, tile.end, a.rope, tile.k_offset)
@@ -135,16 +137,16 @@ def attend(
                                 if mask.has_window:
                                     if first < seen.last_begin(tile, tile.num_rows - 1):
                                         num_shared = 0
-                                kv.look(num_shared, tile.end - first)
+                                kv.find_non_finite(num_shared, tile.end - first)
                             for index in range(blocks.count):
                                 if index < blocks.num_wide:
                                     attend_to(blocks.wide(index), first)
                                 else:
                                     attend_to(blocks.narrow(index), first)
-                        sums.transpose(blocks.num_vectors)
+                        o.transpose(blocks.num_vectors)
                         if T.Not(split.is_only):
                             for row in range(tile.num_rows):
-                                state = T.meta_var(sums.state(row, softmax))
+                                state = T.meta_var(o.state(row, softmax))
                                 if split.begin > 0:
                                     own = T.meta_var(slots.first(task) + 1 + segment)
                                     states.put(states.at(own, row), *state)
@@ -156,7 +158,7 @@ def attend(
                         for row in range(tile.num_rows):
                             at = T.meta_var((tile.token(row), tile.query_head(row)))
                             if split.is_only:
-                                finish(a.rope, output, *at, *sums.state(row, softmax))
+                                finish(a.rope, output, *at, *o.state(row, softmax))
                             else:
                                 merged = T.meta_var(states.at(slots.first(task), row))
                                 finish(a.rope, output, *at, *states.result(merged))

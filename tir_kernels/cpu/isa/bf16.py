@@ -78,8 +78,9 @@ class PairOperands:
     lanes = 16
 
     def begin(self, buffers) -> None:
-        """Look at bfloat16 buffers as 16-bit words; to be called where they are matched."""
-        self.views = [(buffer, _as_words(buffer)) for buffer in buffers]
+        """Look at the bfloat16 ones of some buffers as 16-bit words, where they are matched."""
+        bfloat16 = [buffer for buffer in buffers if str(buffer.dtype) == "bfloat16"]
+        self.views = [(buffer, _as_words(buffer)) for buffer in bfloat16]
 
     def begin_task(self) -> None:
         """Nothing to prepare."""

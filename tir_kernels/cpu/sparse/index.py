@@ -32,7 +32,7 @@ from ..isa.simd import (
 )
 from ..tiles.kv_operands import operands
 from ..tiles.kv_tile import POSITIONS
-from ..tiles.lane_softmax import LaneSoftmax
+from ..tiles.lane_softmax import LaneScores
 from ..work import TASKS, cut, num_threads
 from .index_scores import TokenTile, score_tile, tile_tokens
 from .top_k import TopK, TopKLists, keys_of, llvm_helpers
@@ -81,12 +81,12 @@ class WeightedScores:
             self.lists.clear(task * self.max_tokens + token)
 
     @inline
-    def add(self, softmax: LaneSoftmax, block, first, num_seen):
+    def add(self, scores: LaneScores):
         """Add the scores of a block of rows."""
-        lanes = T.meta_var(self.lanes)
+        lanes, block = T.meta_var((self.lanes, scores.view.block))
         for n in T.unroll(block.tile.vectors):
-            for i in range((num_seen + lanes - 1) // lanes):
-                self._add_square(softmax.scores, n, block.first_row + n * lanes, i * lanes)
+            for i in range((scores.view.num_seen + lanes - 1) // lanes):
+                self._add_square(scores.buffer, n, block.first_row + n * lanes, i * lanes)
 
     def _add_square(self, scores, n: int, row, position) -> None:
         """Add scores of a vector of rows and as many positions, along which they lie then."""
@@ -162,14 +162,14 @@ def index_top_k(spec: IndexSpec):
         lists.begin()
         tile = TokenTile(rows, a)
         make_sink = T.meta_var(lambda: WeightedScores(rows, ops.lanes, a.weights, lists))
-        ops.begin([x for x in (a.q, *arrays_of(a.pages)) if str(x.dtype) == "bfloat16"])
+        ops.begin([a.q, *arrays_of(a.pages)])
         with ops.scope(), import_llvm(llvm_helpers(ops.lanes)):
             for b in range(a.batch_size):
                 tile.begin_sequence(b)
                 for i in range(tile.count):
                     tile.begin(b, i)
-                    num_blocks = (tile.end + POSITIONS - 1) // POSITIONS
-                    most = T.meta_var(T.min(most_tasks, num_blocks))
+                    num_kv_tiles = (tile.end + POSITIONS - 1) // POSITIONS
+                    most = T.meta_var(T.min(most_tasks, num_kv_tiles))
                     num_tasks = T.if_then_else(tile.is_large, most, 1)
                     score_tile(rows, a, ops, tile, num_tasks, POSITIONS, make_sink)
                     choose(tile, lists, num_tasks, ops.lanes, a.positions, max_tokens)

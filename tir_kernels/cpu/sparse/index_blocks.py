@@ -18,7 +18,7 @@ from ...spec import KernelSpec
 from ..isa.matrices.register_tile import round_up
 from ..isa.simd import F32, broadcast, constant, import_llvm, load, require_half_conversion, store
 from ..tiles.kv_operands import operands
-from ..tiles.lane_softmax import LaneSoftmax
+from ..tiles.lane_softmax import LaneScores
 from ..work import TASKS, cut, num_threads
 from ..workspace import Workspace
 from .index_scores import TokenTile, score_tile, tile_tokens
@@ -59,17 +59,18 @@ class PooledScores:
             self.maxima[row] = T.float32(float("-inf"))
 
     @inline
-    def add(self, softmax: LaneSoftmax, block, first, num_seen):
+    def add(self, scores: LaneScores):
         """Take the scores of a block of rows."""
-        for n in T.unroll(block.tile.vectors):
-            row = block.first_row + n * self.lanes
+        first, num_seen = T.meta_var((scores.view.first, scores.view.num_seen))
+        for n in T.unroll(scores.view.block.tile.vectors):
+            row = scores.view.block.first_row + n * self.lanes
             start = T.int32(0)
             if first + num_seen - 1 > self.first_own:
-                self._hide(softmax, n, row, first, num_seen)
+                self._hide(scores, n, row)
             while start < num_seen:
                 index = (first + start) // self.block_size
                 stop = T.min(num_seen, (index + 1) * self.block_size - first)
-                self._pool(softmax, n, row, start, stop)
+                self._pool(scores, n, row, start, stop)
                 if T.Or((index + 1) * self.block_size == first + stop, first + stop == self.end):
                     self._put(index, row)
                 start = stop
@@ -79,25 +80,26 @@ class PooledScores:
         """Do nothing: `add` has taken them."""
 
     @inline
-    def _hide(self, softmax, n, row, first, num_seen):
+    def _hide(self, scores, n, row):
         """Hide the positions behind those of the rows of a vector."""
         lanes = T.meta_var(self.lanes)
+        first, num_seen = T.meta_var((scores.view.first, scores.view.num_seen))
         begin = T.max(self.first_own + 1 - first, 0)
         for i in range(num_seen - begin):
             at = T.meta_var((n, begin + i, 0))
             own = T.meta_var(load(self.owns, (row,), lanes, "int32"))
             is_seen = T.meta_var(broadcast(first + begin + i, lanes) <= own)
-            score = T.meta_var(load(softmax.scores, at, lanes))
+            score = T.meta_var(load(scores.buffer, at, lanes))
             hidden = T.meta_var(T.Select(is_seen, score, constant(float("-inf"), lanes)))
-            store(softmax.scores, at, lanes, hidden)
+            store(scores.buffer, at, lanes, hidden)
 
     @inline
-    def _pool(self, softmax, n, row, start, stop):
+    def _pool(self, scores, n, row, start, stop):
         """Take the positions ``start .. stop - 1`` of one block."""
         lanes = T.meta_var(self.lanes)
         store(self.top, (0,), lanes, load(self.maxima, (row,), lanes))
         for i in range(stop - start):
-            score = T.meta_var(load(softmax.scores, (n, start + i, 0), lanes))
+            score = T.meta_var(load(scores.buffer, (n, start + i, 0), lanes))
             store(self.top, (0,), lanes, T.max(load(self.top, (0,), lanes), score))
         store(self.maxima, (row,), lanes, load(self.top, (0,), lanes))
 
@@ -175,7 +177,7 @@ def index_top_blocks(spec: IndexSpec):
         tile = TokenTile(rows, a)
         make_sink = T.meta_var(lambda: PooledScores(rows, ops.lanes, scores.buffer, block_size))
         kept = T.meta_var((block_size, a.init_blocks, a.local_blocks))
-        ops.begin([x for x in (a.q, *arrays_of(a.pages)) if str(x.dtype) == "bfloat16"])
+        ops.begin([a.q, *arrays_of(a.pages)])
         with ops.scope(), import_llvm(llvm_helpers(ops.lanes)):
             for b in range(a.batch_size):
                 tile.begin_sequence(b)

@@ -10,9 +10,10 @@ from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..pages.kv_rows import LatentRows
 from ..rotation import NoRotation
-from ..tiles.kv_tile import POSITIONS, KvTile
-from ..tiles.lane_rows import LaneQueries, RowBlocks
-from ..tiles.lane_softmax import LaneSoftmax
+from ..tiles.kv_tile import POSITIONS
+from ..tiles.lane_kv import LaneKv
+from ..tiles.lane_products import LaneProducts
+from ..tiles.lane_rows import LaneQueries, LaneView, RowBlocks
 from ..work import TASKS, cut
 
 TILE_ROWS = 256  # rows of Q, with all their heads, that share packed keys
@@ -99,7 +100,7 @@ class TokenTile:
 
 @inline
 def score_tile(
-    spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, num_tasks, unit, make_sink: Callable
+    spec: KernelSpec, a: PagedInputs, ops, tile: TokenTile, num_tasks, multiple, make_sink: Callable
 ):
     """Score all positions of a tile's sequence up to its last token's.
 
@@ -111,40 +112,39 @@ def score_tile(
     ops : operands object
     tile : TokenTile
     num_tasks : int32 expression
-    unit : int or int32 expression
+    multiple : int or int32 expression
         Positions that one task scores are a multiple of it.
     make_sink : callable
         Returns what takes the scores of a task. Its ``begin(task, tile)`` comes first;
-        ``add(softmax, block, first, num_seen)`` takes the scores of a block of rows and a few
-        positions from `first` on, and ``take(task, tile, first, num_seen)`` follows for all rows.
+        ``add(scores)`` takes those of a block of rows and a few positions, and ``take(task, tile,
+        first, num_seen)`` follows for all rows.
     """
-    num_units = (tile.end + unit - 1) // unit
+    count = (tile.end + multiple - 1) // multiple
     max_rows = T.meta_var(tile_tokens(spec) * spec.num_qo_heads)
     for task in T.parallel(num_tasks, annotations=TASKS):
         rope = T.meta_var(NoRotation())
         ops.begin_task()
         table = T.meta_var((tile.first_page, tile.last_page))
         rows = T.meta_var(LatentRows(spec, a.pages, a.page_ids, *table, head=0))
-        queries, kv = (
-            LaneQueries(spec, ops, max_rows, a, rope, a.sm_scale),
-            KvTile(spec, ops, rows),
-        )
-        softmax, blocks = LaneSoftmax(spec, ops, max_rows), RowBlocks(spec, ops)
+        q = LaneQueries(spec, ops, max_rows, a, rope, a.sm_scale)
+        kv = LaneKv(spec, ops, rows)
+        products, blocks = LaneProducts(spec, ops), RowBlocks(spec, ops)
         sink = T.meta_var(make_sink())
 
         @inline
         def score(block, first, num_seen):
-            softmax.score(queries, kv, block, first, 0, num_seen)
-            sink.add(softmax, block, first, num_seen)
+            view = T.meta_var(LaneView(block, first, num_seen))
+            scores = T.meta_var(products.qk(q, kv, view))  # S^T = K Q^T
+            sink.add(scores)
 
-        queries.begin_task()
+        q.begin_task()
         kv.begin_task()
         blocks.begin(tile.num_rows)
         for vector in range(blocks.num_vectors):
-            queries.load(vector, tile)
+            q.load(vector, tile)
         sink.begin(task, tile)
-        begin = cut(num_units, task, num_tasks) * unit
-        end = T.min(cut(num_units, task + 1, num_tasks) * unit, tile.end)
+        begin = cut(count, task, num_tasks) * multiple
+        end = T.min(cut(count, task + 1, num_tasks) * multiple, tile.end)
         for i in range((end - begin + POSITIONS - 1) // POSITIONS):
             first = begin + i * POSITIONS
             num_seen = T.min(POSITIONS, end - first)

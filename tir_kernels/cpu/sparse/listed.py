@@ -54,7 +54,7 @@ class ListTiles:
 
     head = 0  # of K and V
     k_offset = 0
-    first_block = 0
+    first_kv_tile = 0
     num_tokens = 1
 
     def __init__(self, spec: KernelSpec, a: PagedInputs):
@@ -77,7 +77,7 @@ class ListTiles:
 
     @inline
     def advance(self):
-        """Go to the next tile; one of an empty list costs a block."""
+        """Go to the next tile; one of an empty list costs a KV tile."""
         self.before += self.cost
         self.row += 1
         if self.has_next():

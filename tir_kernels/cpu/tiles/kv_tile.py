@@ -1,234 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tile of K and V as rows, of which products take one scalar after another."""
-
-from typing import NamedTuple
+"""A tile of K and V, packed for register tiles, while the next one is prefetched."""
 
 from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..isa.matrices.register_tile import UNROLL, RegisterTile, round_up
-from ..isa.matrices.steps import Transposed
-from ..isa.operands import ROWS_AT_ONCE, copy_v
-from ..isa.shuffles import next_power_of_two
-from ..isa.simd import (
-    F32,
-    add,
-    broadcast,
-    constant,
-    elements_per_line,
-    for_chunks,
-    load,
-    reduce_lanes,
-    store,
-    temp,
-)
+from ..isa.matrices.register_tile import UNROLL, ColumnTiles, Panels, round_up
+from ..isa.operands import ROWS_AT_ONCE, copy_v, transpose_k
+from ..isa.simd import add, broadcast, elements_per_line, load, reduce_lanes, store
 
 POSITIONS = 64  # of a tile
 
 
-def rounded(num_positions):
-    """Round up to positions that softmax and the products take in whole steps."""
-    return (num_positions + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE
-
-
 @T.meta_class
 class KvTile:
-    """K as ``[position, element]``, and V as ``[position or pair of positions, column]``.
+    """`POSITIONS` positions of K, transposed, and of V as it lies.
 
-    A latent row of MLA is K, and V with its first columns. Of float32 it is kept once; of pairs,
-    those of columns are split into pairs of positions, without shuffles: of each 32 columns the
-    even ones lie in a vector and the odd ones in the next.
+    Positions of V past the end of the columns that are attended to, or before their begin, are
+    zeros; K holds anything there, and the mask hides those columns.
+
+    A hidden position has a weight of 0, which hides numbers only: 0 times NaN, or times infinity,
+    is NaN. Tiles of which all rows see every position need no care. The others, those of a causal
+    diagonal and at the ends of a window, are looked through once by `find_non_finite`. Where one
+    holds NaN or infinity, which is rare, rows are summed one by one, over what each of them sees.
 
     Parameters
     ----------
     spec : KernelSpec
     ops : operands object
-    rows : PagedRows
-        The source of K and V.
+    tiles : ColumnTiles
+        For the columns of V.
+
+    Attributes
+    ----------
+    k, v : Panels
+        ``[element, position]`` and ``[element of positions, column]``.
+    has_non_finite : int32 variable
+        Whether V holds NaN or infinity, if `find_non_finite` had to look.
     """
 
-    def __init__(self, spec: KernelSpec, ops, rows):
-        self.spec, self.ops, self.rows, self.lanes = spec, ops, rows, ops.lanes
-        self.depth, self.width = spec.qk_head_dim // ops.values_per_element, spec.v_head_dim
-        is_latent = spec.is_latent
-        self.is_in_k = is_latent and ops.values_per_element == 1
-        # Register tiles take up to 16 columns side by side: of one vector, or they are not split.
-        can_split = ops.values_per_element == 2 and self.lanes >= 16
-        is_even = self.width % (2 * self.lanes) == 0
-        self.is_split = is_latent and can_split and is_even and not ops.product_tile
-        self.column_step = 2 if self.is_split else 1  # between the columns of two scalars
-        tile = ops.product_tile or RegisterTile
-        self.padded_depth = round_up(self.depth, tile.step)  # behind the elements there are zeros
-        self.positions_at_once = max(ROWS_AT_ONCE, tile.step * ops.values_per_element)  # of V
-        self.k = T.alloc_buffer((POSITIONS, self.padded_depth), ops.dtype)
-        # A row of split V is one vector longer, or the rows that a register tile reads one after
-        # another would share two sets of the cache.
-        padding = self.lanes if self.is_split else 0
-        shape = (
-            POSITIONS // ops.values_per_element,
-            round_up(self.width, tile.column_step) + padding,
-        )
-        self.v = self.k if self.is_in_k else T.alloc_buffer(shape, ops.dtype)
-        self.columns_of_v, self.rows_of_v = Transposed(self.v), _Rows(self.v)
-        self.has_special = T.local_scalar("int32")
+    def __init__(self, spec: KernelSpec, ops, tiles: ColumnTiles):
+        self.spec, self.ops, self.lanes, self.tiles = spec, ops, spec.target.lanes, tiles
+        self.depth, width = spec.qk_head_dim // ops.values_per_element, tiles.wide.width
+        self.padded_depth = round_up(self.depth, tiles.step)  # behind the elements there are zeros
+        self.k = Panels(self.padded_depth, POSITIONS, width, ops.dtype)
+        self.positions_at_once = max(ROWS_AT_ONCE, tiles.step * ops.values_per_element)  # of V
+        self.v = Panels(POSITIONS // ops.values_per_element, spec.v_head_dim, width, ops.dtype)
+        self.num_packed = T.local_scalar("int32")  # positions of V
+        self.has_non_finite = T.local_scalar("int32")
+        self.found = T.local_scalar("float32")
+        self.next_first = T.local_scalar("int32")
+        self.next_end = T.local_scalar("int32")
+        self.rows_per_product = T.local_scalar("int32")
+        # Rows of the next tile; those of V are a part of K's with MLA.
+        self.num_prefetched = POSITIONS if spec.is_latent else 2 * POSITIONS
 
     @inline
     def begin_task(self):
         """Let the elements behind those of K be zeros."""
         if self.padded_depth > self.depth:
-            for row in range(POSITIONS):
-                for i in range(self.padded_depth - self.depth):
-                    self.k[row, self.depth + i] = T.cast(0, self.ops.dtype)
+            zeros = T.meta_var(broadcast(T.cast(0, self.ops.dtype), self.lanes))
+            for row in range(self.padded_depth - self.depth):
+                for i in T.unroll(POSITIONS // self.lanes):
+                    at = T.meta_var(self.k.at(self.depth + row, i * self.lanes))
+                    store(*at, self.lanes, zeros, self.ops.dtype)
 
-    def rounded(self, num_positions):
-        """Round up to positions of V that the products take in whole steps."""
-        return round_up(num_positions, self.positions_at_once)
-
-    @inline
-    def pack(self, first, end, rope, k_offset):
-        """Take the positions from `first` on, of those before `end`.
-
-        Behind them there are a few more, in whole steps of the products: with zeros for V, and some
-        row of K.
-        """
-        num_positions = rounded(T.min(POSITIONS, end - first))
-
-        if rope.rotates_k:
-            for i in range(num_positions):
-                source = T.meta_var(self.rows.tile(first + i, 1))
-                rope.set_position(k_offset + first + i)
-                rope.rotate(lambda column, n: source.load_k(0, column, n))
-                for_chunks(self.depth, self.lanes, lambda c, n: self._round(rope.row, i, c, n))
-        else:
-            for i in range(num_positions // ROWS_AT_ONCE):
-                tile = T.meta_var(self.rows.tile(first + i * ROWS_AT_ONCE, ROWS_AT_ONCE))
-                row = i * ROWS_AT_ONCE
-                for_chunks(self.depth, self.lanes, lambda c, n: self._copy(tile, row, c, n))
-        if self.is_in_k or self.is_split:
-            num_seen = T.min(POSITIONS, end - first)
-            for i in range(num_positions - num_seen):
-                for_chunks(
-                    self.width // self.ops.values_per_element,
-                    self.lanes,
-                    lambda c, n: self._clear(num_seen + i, c, n),
-                )
-            if self.is_split:
-                if num_seen < num_positions:
-                    for i in range(2):
-                        pair = num_positions // 2 - 2 + i
-                        for_chunks(
-                            self.width // 2, self.lanes, lambda c, n: self._split_again(pair, c)
-                        )
-        else:
-            if self.positions_at_once > ROWS_AT_ONCE:
-                num_positions = self.rounded(T.min(POSITIONS, end - first))
-            copy_v(self.ops, self.rows, first, self.rows_of_v.at, self.width, num_positions, end)
-
-    def _copy(self, source, row, start: int, lanes: int) -> None:
-        """Copy a vector of some rows of K, the first at an even position."""
-        words = [
-            temp(self.ops.load_k(source, t, start, lanes), lanes, self.ops.dtype)
-            for t in range(ROWS_AT_ONCE)
-        ]
-        for t, value in enumerate(words):
-            store(self.k, (row + t, start), lanes, value, self.ops.dtype)
-        if self.is_split and start < self.width // 2:
-            for t in range(0, ROWS_AT_ONCE, 2):
-                self._split((row + t) // 2, start, words[t : t + 2])
-
-    def _round(self, rotated, row, start: int, lanes: int) -> None:
-        """Store elements of a rotated row of K."""
-        elements = self.ops.load_rotated_q(rotated, start, lanes, T.float32(1))
-        store(self.k, (row, start), lanes, elements, self.ops.dtype)
-
-    def _split(self, pair, start: int, words: list) -> None:
-        """Store pairs of positions from pairs of columns of two rows."""
-        for j, value in enumerate(self.ops.split_words(*words, self.lanes)):
-            at = (pair, start * 2 + j * self.lanes)
-            store(self.v, at, self.lanes, value, self.ops.dtype)
-
-    def _split_again(self, pair, start: int) -> None:
-        words = [self.k[pair * 2 + t, T.ramp(start, 1, self.lanes)] for t in range(2)]
-        self._split(pair, start, [temp(w, self.lanes, self.ops.dtype) for w in words])
-
-    def _clear(self, row, start: int, lanes: int) -> None:
-        zero = broadcast(T.cast(0, self.ops.dtype), lanes)
-        store(self.k, (row, start), lanes, zero, self.ops.dtype)
+    def begin_rows(self, rows) -> None:
+        """Take K and V from the rows of another sequence and KV head."""
+        self.rows = rows
 
     @inline
-    def look(self, begin, end):
-        """Find out whether positions ``begin .. end - 1`` of V hold NaN or infinity.
+    def pack_k(self, first, end):
+        """Pack the positions of K from `first` on that are before `end`."""
+        count = T.min(POSITIONS, end - first)
+        for i in range((count + self.lanes - 1) // self.lanes):
+            column = T.meta_var(i * self.lanes)
+            transpose_k(self.ops, self.rows, first + column, self.k.at, self.depth, column)
 
-        A hidden position has a weight of 0, which hides numbers only.
+    @inline
+    def pack_v(self, first, end, begin=None):
+        """Pack the positions of V from `first` on that are before `end`, and not before `begin`."""
+        count = T.min(POSITIONS, end - first)
+        self.num_packed = round_up(count, self.positions_at_once)
+        columns = T.meta_var(self.spec.v_head_dim)
+        copy_v(self.ops, self.rows, first, self.v.at, columns, self.num_packed, end, begin)
+
+    @inline
+    def find_non_finite(self, is_masked):
+        """Look through V, if some rows do not see all of the tile."""
+        self.has_non_finite = 0
+        if is_masked:
+            self.found = T.float32(0)
+            self.tiles.in_registers.each(self._add_zeros_times_v)
+            self.has_non_finite = T.if_then_else(self.found == T.float32(0), 0, 1)
+
+    @inline
+    def _add_zeros_times_v(self, tile, column):
+        zero = T.broadcast(T.cast(0, self.ops.dtype), tile.lanes)  # a constant would be folded
+        for u in T.unroll(UNROLL):
+            for j in T.unroll(tile.vectors):
+                tile.sums[tile.at(u, j)] = T.broadcast(T.float32(0), tile.lanes)
+        for step in range(self.num_packed // (self.ops.values_per_element * UNROLL)):
+            for u in T.unroll(UNROLL):
+                for j in T.unroll(tile.vectors):
+                    at = T.meta_var(self.v.at(step * UNROLL + u, column + j * tile.lanes))
+                    value = T.meta_var(load(*at, tile.lanes, self.ops.dtype))
+                    sums = T.meta_var(tile.sums[tile.at(u, j)])
+                    tile.sums[tile.at(u, j)] = self.ops.fma(sums, value, zero, tile.lanes)
+        for u in T.unroll(UNROLL):
+            for j in T.unroll(tile.vectors):
+                self.found += reduce_lanes(tile.sums[tile.at(u, j)], tile.lanes, add)
+
+    @inline
+    def begin_prefetch(self, first, end, num_blocks):
+        """Divide the rows of the tile at `first` among the products of `num_blocks` blocks."""
+        num_products = num_blocks * (POSITIONS // self.tiles.wide.width)
+        self.next_first = first
+        self.next_end = end
+        self.rows_per_product = (self.num_prefetched + num_products - 1) // num_products
+
+    @inline
+    def prefetch(self, product):
+        """Prefetch some rows of K of the next tile, then of V.
+
+        Each product is preceded by a few, because asking for much at once would wait for memory.
         """
-        self.has_special = 0
-        first = T.max(begin, 0) // self.ops.values_per_element
-        last = (
-            T.min(end, POSITIONS) + self.ops.values_per_element - 1
-        ) // self.ops.values_per_element
-        if first < last:
-            totals = T.alloc_local((self.lanes,), F32)
-            zeros = T.alloc_local((self.lanes,), self.ops.dtype)
-            store(totals, (0,), self.lanes, constant(0.0, self.lanes))
-            zero = T.meta_var(broadcast(T.cast(0, self.ops.dtype), self.lanes))
-            store(zeros, (0,), self.lanes, zero, self.ops.dtype)
-            for row in range(first, last):
-                for_chunks(
-                    self.width,
-                    self.lanes,
-                    lambda c, n: self._add_times_zero(totals, row, c, n, zeros),
-                )
-            found = reduce_lanes(load(totals, (0,), self.lanes), self.lanes, add)
-            self.has_special = T.if_then_else(found == T.float32(0), 0, 1)
-
-    def _add_times_zero(self, totals, row, start: int, lanes: int, zeros) -> None:
-        """Add a vector of V times zeros, which are loaded: a constant 0 would fold the product."""
-        v = load(self.v, (row, start), lanes, self.ops.dtype)
-        zero = load(zeros, (0,), lanes, self.ops.dtype)
-        total = load(totals, (0,), lanes)
-        store(totals, (0,), lanes, self.ops.fma(total, v, zero, lanes))
-
-    def column(self, start):
-        """The column of scalar `start` of V, a multiple of 8; those after it are a step apart."""
-        if not self.is_split:
-            return start
-        return start // 32 * 32 + start % self.lanes * 2 + start // self.lanes % 2
-
-    # Prefetches are spread over the products: many at once would wait for the memory.
-
-    def ahead(self, first, block, product, *, is_v: bool):
-        """Return ``(step)``, which prefetches the next tile during a product of a block, or None.
-
-        Every block prefetches for some products, and touches this tile, from position `first` on,
-        again for others.
-        """
-        spec = self.spec
-        width, dtype = (self.width, spec.v_dtype) if is_v else (spec.qk_head_dim, spec.k_dtype)
-        num_products = (width if is_v else POSITIONS) // block.tile.rows
-        depth = POSITIONS // self.ops.values_per_element if is_v else self.depth
-        # The positions of one product lie side by side in a page.
-        count = next_power_of_two(-(-POSITIONS // num_products))
-        if count > min(POSITIONS, spec.page_size) or (is_v and spec.is_latent):
-            return None
-        per_line = elements_per_line(dtype)
-        per_step = -(-count * width // (per_line * (depth // UNROLL)))
-        is_ahead = T.if_then_else(product % block.count == block.index, POSITIONS, 0)
-        position = T.min(product * count, POSITIONS - count)
-        tile = self.rows.tile(first + is_ahead + position, count)
-        ask = tile.prefetch_v if is_v else tile.prefetch_k
-
-        def ask_in_step(step) -> None:
-            for i in range(per_step):
-                ask(0, (step * per_step + i) * per_line)
-
-        return ask_in_step
+        begin = product * self.rows_per_product
+        count = T.min(self.rows_per_product, self.num_prefetched - begin)
+        if self.next_first < self.next_end:
+            for i in range(count):
+                row = begin + i
+                if row < POSITIONS:
+                    tile = T.meta_var(self.rows.tile(self.next_first + row, 1))
+                    _prefetch_row(tile.prefetch_k, self.spec.qk_head_dim, self.spec.k_dtype)
+                else:
+                    tile = T.meta_var(self.rows.tile(self.next_first + row - POSITIONS, 1))
+                    _prefetch_row(tile.prefetch_v, self.spec.v_head_dim, self.spec.v_dtype)
 
 
-class _Rows(NamedTuple):
-    """A matrix as it lies in a buffer, with the method of `Panels`."""
-
-    buffer: object
-
-    def at(self, row, column) -> tuple:
-        return self.buffer, (row, column)
+def _prefetch_row(prefetch, width: int, dtype: str) -> None:
+    for column in range(0, width, elements_per_line(dtype)):
+        prefetch(0, column)

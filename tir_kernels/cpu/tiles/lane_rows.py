@@ -16,6 +16,7 @@ from ..isa.matrices.register_tile import RegisterTile, round_up
 from ..isa.shuffles import transpose
 from ..isa.simd import broadcast, for_chunks, load, store
 from ..softmax.logits import AlibiBias, soft_cap
+from .lane_kv import rounded
 from .tree_mask import TreeMask
 
 
@@ -45,6 +46,31 @@ class RowBlock(NamedTuple):
     def end_row(self):
         """The row behind its last one, which may not exist."""
         return self.first_row + self.tile.width
+
+
+class LaneView(NamedTuple):
+    """What a block of rows sees of a tile of K and V.
+
+    Parameters
+    ----------
+    block : RowBlock
+    first : int32 expression
+        First position of the tile.
+    num_seen : int32 expression
+        Positions of the tile, from the first one on, that some row sees.
+    k_offset : int32 expression
+        RoPE position of position 0.
+    """
+
+    block: RowBlock
+    first: object
+    num_seen: object
+    k_offset: object = 0
+
+    @property
+    def num_positions(self):
+        """Positions that the softmax takes: those that are seen, in whole steps."""
+        return rounded(self.num_seen)
 
 
 @T.meta_class

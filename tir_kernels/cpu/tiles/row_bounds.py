@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from ...semantics.visibility import CausalMask, Span
 from ..isa.simd import broadcast, index_temp, ramp
-from .packed_kv import POSITIONS
+from .kv_tile import POSITIONS
 from .tile_queue import TileQueue
 
 
@@ -99,8 +99,8 @@ class RowBounds:
 
 
 @dataclass(frozen=True)
-class TilePart:
-    """Some blocks of rows and the tile of K and V that they attend to.
+class TileView:
+    """What some blocks of rows see of a tile of K and V.
 
     Parameters
     ----------

@@ -3,8 +3,8 @@
 
 Every task takes one split, which is as much of all (tile, position) work as any other, so that one
 tile with many positions uses every thread. The positions of a sequence are segments that begin at
-multiples of a number of blocks which its length decides; a split has the segments that begin in it.
-A tile whose segments are in one split is finished there; one that is cut leaves partial states,
+multiples of a number of KV tiles, which its length decides; a split has the segments that begin in
+it. A tile whose segments are in one split is finished there; one that is cut leaves partial states,
 which are merged in the same call, in the order of positions.
 """
 
@@ -23,7 +23,7 @@ MAX_SEGMENTS = 128  # of a sequence: those of longer ones are longer
 
 
 def segment_of(kv_len):
-    """Return the blocks of a segment of a sequence, int32."""
+    """Return the KV tiles of a segment of a sequence, int32."""
     most = SEGMENT * MAX_SEGMENTS
     return T.max((kv_len + most - 1) // most, 1) * (SEGMENT // POSITIONS)
 
@@ -32,7 +32,7 @@ def segment_of(kv_len):
 class TileSplits:
     """The cost of all tiles, and its splits.
 
-    The cost of a tile is its blocks of positions times its tokens, in 64 bits: a million rows on a
+    The cost of a tile is its KV tiles times its tokens, in 64 bits: a million rows on a
     million positions make 2**34.
 
     Parameters
@@ -68,17 +68,17 @@ class Split:
 
     Attributes
     ----------
-    first_block, last_block : int32
-        The blocks ``first_block .. last_block - 1`` of the tile are those of its segments.
-    num_blocks, segment : int32
-        Blocks of the tile, and of a segment.
+    first_kv_tile, last_kv_tile : int32
+        The KV tiles ``first_kv_tile .. last_kv_tile - 1`` of the tile are those of its segments.
+    num_kv_tiles, segment : int32
+        KV tiles of the tile, and of a segment.
     """
 
     def __init__(self, splits: TileSplits):
         self.splits = splits
         self.first, self.last, self.begin, self.end = (T.local_scalar("int64") for _ in range(4))
-        self.first_block, self.last_block = (T.local_scalar("int32") for _ in range(2))
-        self.num_blocks, self.segment, self.before = (T.local_scalar("int32") for _ in range(3))
+        self.first_kv_tile, self.last_kv_tile = (T.local_scalar("int32") for _ in range(2))
+        self.num_kv_tiles, self.segment, self.before = (T.local_scalar("int32") for _ in range(3))
 
     @inline
     def take(self, task):
@@ -91,46 +91,47 @@ class Split:
         """Find the part of a tile, and its segments."""
         self.begin = T.max(self.first - tile.before, T.int64(0))
         self.end = T.max(T.min(self.last - tile.before, tile.cost), self.begin)
-        end_block = (tile.end + POSITIONS - 1) // POSITIONS
-        self.num_blocks = T.max(end_block - tile.first_block, 0)
+        end_kv_tile = (tile.end + POSITIONS - 1) // POSITIONS
+        self.num_kv_tiles = T.max(end_kv_tile - tile.first_kv_tile, 0)
         self.segment = segment_of(tile.kv_len)
-        self.before = tile.first_block % self.segment
-        self.first_block = self._begin_of_segment(_block_of(self.begin, tile))
-        self.last_block = self._begin_of_segment(_block_of(self.end, tile))
+        self.before = tile.first_kv_tile % self.segment
+        self.first_kv_tile = self._begin_of_segment(_kv_tile_of(self.begin, tile))
+        self.last_kv_tile = self._begin_of_segment(_kv_tile_of(self.end, tile))
 
-    def _begin_of_segment(self, block):
-        """Return where the first segment begins that does not begin before a block of the tile."""
-        end = (self.before + block + self.segment - 1) // self.segment * self.segment
-        return T.min(T.if_then_else(block == 0, 0, end - self.before), self.num_blocks)
+    def _begin_of_segment(self, kv_tile):
+        """Return where the first segment begins that does not begin before a KV tile."""
+        end = (self.before + kv_tile + self.segment - 1) // self.segment * self.segment
+        return T.min(T.if_then_else(kv_tile == 0, 0, end - self.before), self.num_kv_tiles)
 
     @property
     def num_segments(self):
         """Return the number of segments; a tile that sees nothing has one."""
-        end = self.before + self.last_block + self.segment - 1
-        count = end // self.segment - (self.before + self.first_block) // self.segment
+        end = self.before + self.last_kv_tile + self.segment - 1
+        count = end // self.segment - (self.before + self.first_kv_tile) // self.segment
         is_first = T.And(self.begin == 0, self.end > 0)
         return T.max(
-            T.if_then_else(self.first_block < self.last_block, count, 0), T.cast(is_first, "int32")
+            T.if_then_else(self.first_kv_tile < self.last_kv_tile, count, 0),
+            T.cast(is_first, "int32"),
         )
 
     def begin_of(self, i):
-        """Return the first block of a segment; the one after the last is `last_block`."""
-        begin = (self.before + self.first_block) // self.segment + i
+        """Return the first KV tile of a segment; the one after the last is `last_kv_tile`."""
+        begin = (self.before + self.first_kv_tile) // self.segment + i
         begin = begin * self.segment - self.before
-        return T.max(T.min(begin, self.last_block), self.first_block)
+        return T.max(T.min(begin, self.last_kv_tile), self.first_kv_tile)
 
     @property
     def is_only(self):
         """Whether the tile has a single segment."""
-        return self.before + self.num_blocks <= self.segment
+        return self.before + self.num_kv_tiles <= self.segment
 
     @property
     def is_whole(self):
         """Whether the task has all segments of the tile."""
-        return T.And(self.begin == 0, self.last_block == self.num_blocks)
+        return T.And(self.begin == 0, self.last_kv_tile == self.num_kv_tiles)
 
 
-def _block_of(cost, tile):
+def _kv_tile_of(cost, tile):
     return T.cast((cost + tile.num_tokens - 1) // tile.num_tokens, "int32")
 
 

@@ -17,11 +17,11 @@ from .conv_spec import ConvSpec
 from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
 from .cpu.recurrent import conv, scan
 from .cpu.sparse import index, index_blocks, listed, page_bounds
-from .cuda.attention import decode as gpu_decode
-from .cuda.attention import prefill as gpu_prefill
-from .cuda.attention import shared as gpu_shared
-from .cuda.recurrent import conv as gpu_conv
-from .cuda.recurrent import scan as gpu_scan
+from .gpu.attention import decode as gpu_decode
+from .gpu.attention import prefill as gpu_prefill
+from .gpu.attention import shared as gpu_shared
+from .gpu.recurrent import conv as gpu_conv
+from .gpu.recurrent import scan as gpu_scan
 from .index_spec import IndexSpec
 from .moves import append, copy, merge, recurrent
 from .recurrent_spec import RecurrentSpec

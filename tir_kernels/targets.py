@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from .cpu import worker as cpu_components
-from .cuda.components import rows as cuda_components
+from .gpu.rows import rows as cuda_components
 from .spec import CudaTarget, KernelSpec
 
 

@@ -26,8 +26,8 @@ from cuda_machine_code import (
 import tir_kernels
 from tir_kernels.catalogue import kernels_of
 from tir_kernels.conv_spec import ConvSpec
-from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
-from tir_kernels.cuda.tiles.tiling import Tiling
+from tir_kernels.gpu.tiles.decode_tiling import DecodeTiling
+from tir_kernels.gpu.tiles.tiling import Tiling
 from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import CudaTarget, KernelSpec
 from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig

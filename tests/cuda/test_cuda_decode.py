@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
+from tir_kernels.gpu.tiles.decode_tiling import DecodeTiling
 from tir_kernels.spec import RopeSpec
 
 from .. import reference

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import tvm_pagedkv as pkv
-from tir_kernels.cuda.tiles import wgmma
-from tir_kernels.cuda.tiles.shared_tiles import SlabLayout
-from tir_kernels.cuda.tiles.tiling import MOST_ROWS, Tiling
+from tir_kernels.cuda.products import wgmma
+from tir_kernels.gpu.tiles.shared_tiles import SlabLayout
+from tir_kernels.gpu.tiles.tiling import MOST_ROWS, Tiling
 from tir_kernels.spec import CudaTarget, RopeSpec
 
 from .. import reference

@@ -7,11 +7,11 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from tir_kernels.cuda.components.page_schedule import PageSchedule
-from tir_kernels.cuda.components.work_items import ItemSearch
 from tir_kernels.cuda.emit import as_count, launch
-from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
 from tir_kernels.define import I32, attributes
+from tir_kernels.gpu.tiles.decode_tiling import DecodeTiling
+from tir_kernels.gpu.work.page_schedule import PageSchedule
+from tir_kernels.gpu.work.work_items import ItemSearch
 from tir_kernels.script import prim_func
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tir_kernels.cuda.tiles.tiling import Tiling
+from tir_kernels.gpu.tiles.tiling import Tiling
 from tir_kernels.spec import RopeSpec
 
 from ..kernels.test_shared_prefix_kernel import SharedBatch

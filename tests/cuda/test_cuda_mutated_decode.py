@@ -7,13 +7,13 @@ import dataclasses
 
 import pytest
 
-from tir_kernels.cuda.attention import decode
-from tir_kernels.cuda.components.group_states import GroupStates
-from tir_kernels.cuda.components.logits import Logits
-from tir_kernels.cuda.components.page_schedule import PageSchedule
-from tir_kernels.cuda.components.partial_states import BlockStates
-from tir_kernels.cuda.components.softmax import OnlineSoftmax
-from tir_kernels.cuda.components.visible_columns import VisibleColumns
+from tir_kernels.gpu.attention import decode
+from tir_kernels.gpu.scores.logits import Logits
+from tir_kernels.gpu.scores.softmax import OnlineSoftmax
+from tir_kernels.gpu.scores.visible_columns import VisibleColumns
+from tir_kernels.gpu.work.group_states import GroupStates
+from tir_kernels.gpu.work.page_schedule import PageSchedule
+from tir_kernels.gpu.work.partial_states import BlockStates
 
 from .. import reference
 from ..support.cases.kernels.attention_cases import PagedBatch, altered_kernels

@@ -6,20 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.attention import query_tiles
-from tir_kernels.cuda.components.code_pipeline import CodePipeline
-from tir_kernels.cuda.components.mask import TileMask
-from tir_kernels.cuda.components.non_finite_v import NonFiniteGuard
-from tir_kernels.cuda.components.pipeline import KvPipeline
-from tir_kernels.cuda.components.query_rows import QueryRows
-from tir_kernels.cuda.components.tile_output import MergedOutput, TileOutput
-from tir_kernels.cuda.components.tile_work import (
-    BalancedSplits,
-    BalancedWork,
-    FixedSplits,
-    FixedWork,
-)
-from tir_kernels.cuda.components.work_items import Items
+from tir_kernels.gpu.attention import query_tiles
+from tir_kernels.gpu.scores.mask import TileMask
+from tir_kernels.gpu.scores.non_finite_v import NonFiniteGuard
+from tir_kernels.gpu.scores.query_rows import QueryRows
+from tir_kernels.gpu.tiles.code_pipeline import CodePipeline
+from tir_kernels.gpu.tiles.pipeline import KvPipeline
+from tir_kernels.gpu.work.tile_output import MergedOutput, TileOutput
+from tir_kernels.gpu.work.tile_work import BalancedSplits, BalancedWork, FixedSplits, FixedWork
+from tir_kernels.gpu.work.work_items import Items
 
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.tiles.tiling import MAX_ROWS
+from tir_kernels.gpu.tiles.tiling import MAX_ROWS
 from tir_kernels.spec import RopeSpec
 
 from .. import reference

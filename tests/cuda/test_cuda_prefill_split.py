@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.components.tile_work import MIN_COLUMNS
-from tir_kernels.cuda.tiles.tiling import Tiling
+from tir_kernels.gpu.tiles.tiling import Tiling
+from tir_kernels.gpu.work.tile_work import MIN_COLUMNS
 from tir_kernels.spec import RopeSpec
 
 from .. import reference

@@ -11,7 +11,7 @@ import pytest
 import tir_kernels
 
 ROOT = Path(tir_kernels.__file__).parent
-TARGETS = {"tir_kernels.cpu", "tir_kernels.cuda"}
+TARGETS = {"tir_kernels.cpu", "tir_kernels.gpu", "tir_kernels.cuda"}
 # Component -> what it must not import. `targets` alone joins them.
 FORBIDDEN = {
     "cpu": {"tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.targets"},
@@ -20,6 +20,7 @@ FORBIDDEN = {
         "tir_kernels.cpu.tiles",
         "tir_kernels.cpu.isa.matrices",
     },
+    "gpu": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.targets"},
     "cuda": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.targets"},
     "semantics": {*TARGETS, "tir_kernels.moves", "tir_kernels.targets"},
     "moves": TARGETS,
@@ -52,7 +53,7 @@ def test_no_import_against_the_arrows(component):
 
 def test_imports_are_found():
     assert "tir_kernels.spec" in imports_of(ROOT / "cpu/attention/mla.py")
-    assert "tir_kernels.cuda.components" in imports_of(ROOT / "targets.py")
+    assert "tir_kernels.gpu.rows" in imports_of(ROOT / "targets.py")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from tvm.script import tirx as T
 from tir_kernels.cpu import worker as cpu_rows
 from tir_kernels.cpu.isa.simd import broadcast, load, temp
 from tir_kernels.cpu.tiles import tree_mask
-from tir_kernels.cuda.components import rows as cuda_rows
-from tir_kernels.cuda.components import tree as columns
+from tir_kernels.gpu.rows import rows as cuda_rows
+from tir_kernels.gpu.scores import tree as columns
 
 from ..support.cases.kernels import kernel_specs
 from ..support.cases.kernels.attention_cases import altered_kernels

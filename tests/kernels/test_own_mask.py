@@ -10,7 +10,7 @@ import pytest
 
 import tir_kernels
 from tir_kernels.cpu.attention.mla import mla_prefill as cpu_mla_prefill
-from tir_kernels.cuda.attention.prefill import mla_prefill as cuda_mla_prefill
+from tir_kernels.gpu.attention.prefill import mla_prefill as cuda_mla_prefill
 
 from .. import reference
 from ..docs.documents import ROOT, blocks_of

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for GPUs of compute capability 8.0 and up."""
+"""NVIDIA's GPUs of compute capability 8.0 and up: instructions, launches, tensor cores."""

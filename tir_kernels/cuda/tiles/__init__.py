@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Tiles in shared memory and registers: layouts, copies, products, softmax."""

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of tiles of query rows: the algorithm of prefill, token trees, MLA and shared prefixes.
+
+A block takes a tile of the rows of a sequence for one KV head, as `components.tile_work` tells, and
+attends to the columns of the sequence, tile by tile. What a row does not see is hidden from its
+scores, see `components.mask`. Where the blocks see parts of the columns only, a second kernel
+merges their partial states.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tvm.script import tirx as T
+
+from ...cuda.emit import (
+    WARP,
+    as_count,
+    launch,
+    sync_block,
+    sync_block_and_copies,
+    wait_for_kernels_before,
+)
+from ...cuda.products.mma import TensorCores
+from ...cuda.products.wgmma import WarpgroupProducts
+from ...script import inline
+from ...semantics.visibility import CausalMask, RaggedSequence, WholeSequence
+from ...signatures.inputs import AttentionInputs
+from ...spec import LOG2E, KernelSpec
+from ..scores.block_memory import BlockMemory
+from ..scores.logits import Logits
+from ..scores.mask import TileMask
+from ..scores.non_finite_v import NonFiniteGuard
+from ..scores.query_rows import QueryRows
+from ..scores.softmax import OnlineSoftmax, products_of
+from ..scores.tree import NoTree, TreeMask
+from ..tiles.code_pipeline import kv_pipeline
+from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
+from ..tiles.inline_rope import InlineRope
+from ..tiles.multiply_adds import MultiplyAdds
+from ..tiles.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
+from ..tiles.shared_tiles import SharedTiles
+from ..tiles.tiling import Tiling
+from ..tiles.tiling_choice import suits_first
+from ..work.partial_states import sink_of
+from ..work.tile_output import tile_output
+from ..work.work_items import Items
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The rows of a call, and the columns that they attend to.
+
+    Parameters
+    ----------
+    items : Items
+    num_items, num_rows : int32 expressions
+        Of the call, or of the step that it is a part of; known to the host.
+    make_work : callable
+        Tiling -> FixedWork or BalancedWork.
+    make_rows : callable
+        Rows of K and V that a thread copies -> PagedRows or RaggedRows.
+    visible : CausalMask
+        The bounds of what a row sees.
+    sequences : WholeSequence
+        Which positions a sequence has dropped; the default is none.
+    lse_before : Buffer, optional
+        The logs of what rows have seen before, to be merged with; see `MergedOutput`.
+    """
+
+    items: Items
+    num_items: object
+    num_rows: object
+    make_work: Callable
+    make_rows: Callable
+    visible: CausalMask
+    sequences: WholeSequence = RaggedSequence()
+    lse_before: object = None
+
+
+@inline
+def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
+    """Attend with the tiles of a tiling, and merge the states of tiles that were split."""
+    call = T.meta_var(batch.make_work(tiling))
+    with call.allocated():
+        size = T.meta_var((tiling.num_threads, tiling.min_blocks))
+        with launch(call.grid, *size, waits=False) as (blocks, thread):
+            shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=1024)
+            q = SharedTiles(shared, 0, tiling.q)
+            o = SharedTiles(shared, 0, tiling.o)
+            work = call.of_block(blocks)
+            rows = QueryRows(spec, tiling, work)
+            sync = T.meta_var(sync_block_and_copies if tiling.is_hopper else sync_block)
+            threads = T.meta_var(ThreadGroup(rows.thread, tiling.num_threads, sync))
+            kv_rows = batch.make_rows(tiling.rows_per_thread)
+            pipeline = kv_pipeline(
+                spec,
+                tiling,
+                shared,
+                max(q.end, o.end),
+                replace(threads, thread=thread),
+                work.slice,
+                kv_rows,
+            )
+            k, scales = pipeline.k, pipeline.scales
+            has_barrier = T.meta_var(spec.target.family == "sm_90a")
+            memory = BlockMemory(shared, pipeline.end_byte, tiling, has_barrier)
+            tree = NoTree() if a.tree_order is None else TreeMask(a, tiling, rows, memory)
+            mask = TileMask(batch.visible, batch.sequences, a, tree, tiling, rows, memory)
+            guard = NonFiniteGuard(spec, tiling, rows, memory, batch.lse_before is None, sync)
+            rope = InlineRope(spec, a.rotary_mode)
+            logits = Logits(spec, rows.count, rows.lane, leaves_scale=tiling.is_hopper)
+            softmax = OnlineSoftmax(tiling.columns, rows.count)
+            scores = products_of(tiling.positions, rows.count)
+            output = tile_output(batch.lse_before, memory, spec, tiling, a, rows, call, o)
+            q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
+
+            factor = T.meta_var(a.sm_scale * T.float32(LOG2E))
+            left = T.meta_var(logits.left_of(factor))
+            work.take_split(T.truncmod(thread, WARP))
+            wait_for_kernels_before()
+            while work.has_next():
+                work.advance()
+                sequence = T.meta_var(batch.items.offset + work.item)
+                tree.begin_sequence(sequence)
+                mask.begin(sequence)
+                rope.begin(mask.k_offset + work.kv_len - mask.gap.num_dropped)
+                kv_rows.begin(batch.items.kv_indptr[sequence], work.head)
+                fields = T.meta_var(
+                    (mask.k_offset, *work.variables, *mask.gap.fields, *kv_rows.variables)
+                )
+                memory.store(fields, thread)
+                guard.begin()
+                while guard.has_pass():  # a second one only where V is not finite
+                    rows.begin(thread)
+                    v = pipeline.v.from_chunk(T.truncdiv(rows.v_begin, pipeline.v.layout.per_chunk))
+                    products = products_of_block(tiling, q, k, v, rows)
+                    tree.begin(mask.k_offset)
+                    softmax.reset()
+                    scales.reset()
+                    guard.begin_pass()
+                    zero_padding(q, spec.qk_head_dim, rows.thread, tiling.num_threads)
+                    zero_padding(k, spec.qk_head_dim, rows.thread, tiling.num_threads)
+                    i = 0
+                    while i < mask.gap.num_spans:
+                        memory.load()  # before the pass and behind it: no register keeps anything
+                        span = T.meta_var(mask.span(i))
+                        mask.begin_span(span)
+                        if mask.start < mask.end:
+                            set_positions(logits, rows, mask, span, a)
+                            mask.keep_bounds(span, thread)
+                            load_q(q, tiling, a, rows, mask, span, rope, q_blocks, threads)
+                            products.begin()
+                            pipeline.begin(mask.start, mask.end)
+                            for tile in T.serial(pipeline.num_tiles):
+                                pipeline.wait(tile)
+                                first = pipeline.first_position(tile)
+                                stage = pipeline.stage(tile)
+                                tree.begin_tile(first, rope, logits.has_alibi)
+                                guard.begin_tile(pipeline, stage)
+                                position = T.meta_var(mask.position_of(span, first))
+                                rope.rotate(k, stage, tiling.positions, threads, position)
+                                if first < mask.joint_end:
+                                    products.scores(scores, k, stage)
+                                    scales.scale_scores(scores, stage, rows.lane)
+                                    logits.scale(scores, factor, position)
+                                    guard.mark(logits, scores)
+                                    if mask.hides_some(first):
+                                        mask.hide(logits, scores, first)
+                                    softmax.update(scores, left)
+                                    scales.scale_weights(scores, softmax.output, stage, rows.lane)
+                                    products.accumulate(softmax.output, scores, v, stage)
+                            sync_block()  # others may still read the last tile
+                        memory.load()
+                        i += 1
+                    sink = T.meta_var(lambda h: sink_of(a, rows.index(rows.own(h)), work.is_whole))
+                    softmax.finish(sink, left)
+                    scales.finish(softmax.output)
+                    rotate_accumulators(softmax.output, o_blocks, rows.lane)
+                    output.prepare(softmax)
+                    if guard.is_first_pass():
+                        output.store_lse(softmax.lse, thread)
+                    guard.end_pass(softmax, output.v_begin)
+                    if guard.is_done():
+                        output.store_rows(softmax.output, thread)
+        call.launch_merge()
+
+
+def products_of_block(tiling: Tiling, q, k, v, rows: QueryRows):
+    """Return what multiplies the tiles of a tiling."""
+    if tiling.is_hopper:
+        return WarpgroupProducts(tiling, q, k, v, rows.joint_row)
+    make = TensorCores if tiling.is_tensor else MultiplyAdds
+    return make(tiling, q, rows.warp_row, rows.lane)
+
+
+@inline
+def load_q(q, tiling: Tiling, a: AttentionInputs, rows, mask, span, rope, blocks, threads):
+    """Bring the rows of Q into shared memory, rotated if it is asked for."""
+    chunk_width = T.meta_var(q.layout.per_chunk)
+    copy_rows(
+        q,
+        tiling.rows,
+        a.q.shape[2] // chunk_width,
+        threads,
+        lambda row, chunk: a.q.ptr_to([*rows.index(row), chunk * chunk_width]),
+    )
+    commit()
+    wait(0)
+    threads.sync()
+    rope.rotate(q, 0, tiling.rows, threads, lambda row: mask.row_position(span, a.q_position, row))
+    if len(blocks) > 0:
+        rotate_rows(q, 0, tiling.rows, blocks, threads)
+        sync_block()
+
+
+@inline
+def set_positions(logits: Logits, rows: QueryRows, mask: TileMask, span, a: AttentionInputs):
+    """Tell ALiBi, if there is any, the heads and positions of the thread's rows."""
+    if logits.has_alibi:
+        for h in T.unroll(rows.count):
+            row = T.meta_var(rows.own(h))
+            logits.set_row(h, rows.head(row), mask.row_position(span, a.q_position, row))
+
+
+@inline
+def attend_with_one(tilings: Sequence[Tiling], spec: KernelSpec, a: AttentionInputs, batch: Batch):
+    """Attend with the first tiling that suits the device and the call."""
+    if len(tilings) == 1:
+        attend(spec, a, batch, tilings[0])
+    else:
+        num_rows = T.meta_var(as_count(batch.num_rows) * spec.group_size)
+        if suits_first(tilings, num_rows, batch.num_items):
+            attend(spec, a, batch, tilings[0])
+        else:
+            attend_with_one(tilings[1:], spec, a, batch)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From products to weights: what rows see, logits, softmax."""

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with Hadamard matrices: of rows in shared memory, and of accumulators.
+
+A row is multiplied by blocks on the diagonal, whose sizes are powers of two from 32 on. Each bit of
+the index in a block gives one step of sums and differences; the order of the bits does not matter.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ...cuda.emit import F32, WARP, Registers, index_temp, temp
+from ...cuda.warp import shuffle_xor
+from ...script import inline
+from .shared_tiles import SharedTiles
+from .tiling import BlockTiling
+
+
+def blocks_of(begin: int, end: int) -> list[tuple[int, int]]:
+    """First column and size of the blocks of the columns ``begin .. end - 1``."""
+    width = end - begin
+    size = width & -width
+    return [(first, size) for first in range(begin, end, size)] if width else []
+
+
+def hadamard_blocks(tiling: BlockTiling) -> tuple[list, list]:
+    """Blocks of Q and of O for a tiling; none where rows are not multiplied."""
+    codes = tiling.codes
+    if not codes or not codes.codec.has_hadamard:
+        return [], []
+    if tiling.slices > 1:
+        raise ValueError(
+            f"kv_dtype {codes.codec.name!r} needs all columns of V in a block, which has room for "
+            f"{tiling.columns} of {codes.v_head_dim}; choose 'int8' or 'float8_e4m3fn'"
+        )
+    v_width = codes.v_head_dim if codes.is_latent else codes.qk_head_dim
+    q_blocks = blocks_of(0, v_width) + blocks_of(v_width, codes.qk_head_dim)
+    return q_blocks, blocks_of(0, codes.v_head_dim)
+
+
+def _combine_lanes(value, lane, mask: int):
+    """Sum or difference of the values of two lanes."""
+    other = shuffle_xor(value, mask)
+    return other + T.Select(T.bitwise_and(lane, mask) == 0, value, -value)
+
+
+@inline
+def rotate_rows(tiles, tile, num_rows: int, blocks: list, threads):
+    """Multiply rows of a tile by the Hadamard blocks; a warp takes every few rows.
+
+    Parameters
+    ----------
+    tiles : SharedTiles
+    tile : int32 expression
+    num_rows : int
+    blocks : list of (int, int)
+        What `blocks_of` returns.
+    threads : ThreadGroup
+        Whole warps.
+    """
+    num_warps = T.meta_var(threads.num_threads // WARP)
+    lane = T.truncmod(threads.thread, WARP)
+    for turn in T.serial(T.ceildiv(num_rows, num_warps)):
+        row = turn * num_warps + T.truncdiv(threads.thread, WARP)
+        if row < num_rows:
+            _rotate_row(tiles, tile, row, blocks, lane)
+
+
+def _rotate_row(tiles: SharedTiles, tile, row, blocks: list, lane) -> None:
+    for first, size in blocks:
+        count = size // WARP  # elements of a lane
+        column = index_temp(first + lane * count)
+        if count == 1:
+            values = Registers(1, F32, "rotated")
+            values[0] = tiles.load_float(tile, row, column)
+        else:
+            values = tiles.load_floats(tile, row, column, count)
+        rotate_registers(values, lane)
+        if count == 1:
+            tiles.store_float(tile, row, column, values[0])
+        for i in range(0, count - 1, 2):
+            tiles.store_pair(tile, row, column + i, values[i], values[i + 1])
+
+
+def rotate_registers(values: Registers, lane) -> None:
+    """Multiply a block, of which each lane of a warp has `count` columns, by its matrix."""
+    step = 1
+    while step < values.count:
+        for i in (i for i in range(values.count) if not i & step):
+            _combine(values.buffer, (i,), (i + step,))
+        step *= 2
+    for mask in (1, 2, 4, 8, 16):
+        for i in range(values.count):
+            values[i] = _combine_lanes(values[i], lane, mask)
+    factor = T.float32((values.count * WARP) ** -0.5)
+    for i in range(values.count):
+        values[i] = values[i] * factor
+
+
+def _combine(values, i: tuple, j: tuple, factor=None) -> None:
+    """Replace two registers by their sum and their difference, perhaps times a factor."""
+    low, high = (temp(values[at]) for at in (i, j))
+    for at, result in ((i, low + high), (j, low - high)):
+        T.buffer_store(values, result if factor is None else result * factor, list(at))
+
+
+def rotate_accumulators(sums, blocks: list, lane) -> None:
+    """Multiply the rows of accumulators by the Hadamard blocks."""
+    for first, size in blocks:
+        _rotate_columns(sums, first // 8, size // 8, lane)
+
+
+@inline
+def _rotate_columns(sums, begin: int, count: int, lane):
+    """Multiply `count` tiles of eight columns by one block."""
+    rows = T.meta_var(sums.shape[1])
+    for bit in T.unroll(2):  # of the number of a lane among those that share a row
+        for n in T.unroll(count):
+            for h in T.unroll(rows):
+                for e in T.unroll(2):
+                    at = T.meta_var((begin + n, h, e))
+                    sums[at] = _combine_lanes(sums[at], lane, T.shift_left(1, bit))
+    factor = T.meta_var(T.float32((8 * count) ** -0.5))
+    for n in T.unroll(count):
+        for h in T.unroll(rows):
+            _combine(sums, (begin + n, h, 0), (begin + n, h, 1), factor)
+    for bit in T.unroll(count.bit_length() - 1):
+        for pair in T.unroll(count // 2):
+            step = T.meta_var(T.shift_left(1, bit))
+            n = T.meta_var(begin + T.truncdiv(pair, step) * (2 * step) + T.truncmod(pair, step))
+            for h in T.unroll(rows):
+                for e in T.unroll(2):
+                    _combine(sums, (n, h, e), (n + step, h, e))

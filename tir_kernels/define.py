@@ -29,7 +29,7 @@ def attributes(spec: KernelSpec) -> dict:
 def target_attributes(*, on_cpu: bool) -> dict:
     """Attributes of a kernel's function.
 
-    On GPUs blocks may begin before the previous kernel has ended; `cuda.emit.launch` lets them
+    On GPUs blocks may begin before the previous kernel has ended; `cuda.launches` lets them
     wait.
     """
     if on_cpu:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from .codec import Codec, CodecPair, codec_of
 
@@ -105,9 +106,24 @@ class VectorTarget:
         return self.has_vnni or self.has_sdot
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuTarget:
+    """The limits of a kind of GPU that shape the generated code.
+
+    Parameters
+    ----------
+    max_shared_bytes : int
+        Shared memory that a block may have.
+    """
+
+    isa_module: ClassVar[str]  # with the instructions, see `gpu.isa`
+
+    max_shared_bytes: int
+
+
 @dataclass(frozen=True)
-class CudaTarget:
-    """The traits of a family of GPUs that shape the generated code.
+class CudaTarget(GpuTarget):
+    """A family of NVIDIA's GPUs.
 
     Parameters
     ----------
@@ -118,8 +134,10 @@ class CudaTarget:
         Shared memory that a block may have. The default is what every GPU from 80 on has.
     """
 
+    isa_module: ClassVar[str] = "tir_kernels.cuda.isa"
+
     family: str = "sm_80"
-    max_shared_bytes: int = 99 * 1024
+    max_shared_bytes: int = field(default=99 * 1024, kw_only=True)
 
 
 @dataclass(frozen=True)

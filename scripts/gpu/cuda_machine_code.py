@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tir_kernels.cuda.launcher import BLOCK_SHARED_BYTES
+from tir_kernels.cuda.launches import BLOCK_SHARED_BYTES
 from tvm_pagedkv.compiler.cuda import find_nvcc
 
 # What is counted: instructions of the machine code, and of PTX.

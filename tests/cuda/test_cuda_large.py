@@ -7,8 +7,10 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from tir_kernels.cuda.emit import as_count, launch
+from tir_kernels.cuda.launches import launch
 from tir_kernels.define import I32, attributes
+from tir_kernels.gpu.isa import isa_of
+from tir_kernels.gpu.registers import as_count
 from tir_kernels.gpu.tiles.decode_tiling import DecodeTiling
 from tir_kernels.gpu.work.page_schedule import PageSchedule
 from tir_kernels.gpu.work.work_items import ItemSearch
@@ -169,7 +171,7 @@ def test_tiles_are_split_beyond_32_bits():
         counts = T.match_buffer(count, (4,), elem_offset=T.int32(), **I32)
         found = T.match_buffer(out, (8,), "int64", align=8)
         with launch([1], 32) as (blocks, thread):
-            search = ItemSearch("int64")
+            search = ItemSearch(isa_of(SPEC.target), "int64")
             count_of = T.meta_var(lambda i: as_count(counts[i]))
             search.find(as_count(counts[0]) * 3, T.int32(4), count_of, thread)
             if thread == 0:

@@ -52,12 +52,16 @@ MISTAKES = [
     Mistake(check, PageSchedule, "begins_in_split", ") <= self.split_size", ") < self.split_size"),
     Mistake(check, PageSchedule, "find_pair", "number - self.head * self.num_kv_tiles", "0"),
     Mistake(check, BlockStates, "merge", "ONCE + j < count", "ONCE + j <= count"),
-    Mistake(check, BlockStates, "merge", "exp2(weights[j] - merged_top)", "T.float32(1)"),
-    Mistake(check, BlockStates, "merge", "total * exp2(top - merged_top), op", "total, op"),
+    Mistake(check, BlockStates, "merge", "self.isa.exp2(weights[j] - merged_top)", "T.float32(1)"),
+    Mistake(
+        check, BlockStates, "merge", "total * self.isa.exp2(top - merged_top), op", "total, op"
+    ),
     Mistake(check, GroupStates, "merge", "self.weights[i] * inverse", "inverse"),
     Mistake(check, GroupStates, "merge", "total += self.weights[i]", "total = self.weights[i]"),
     Mistake(check, VisibleColumns, "first_seen", "self.kv_len, self.q", "self.kv_len - 1, self.q"),
-    Mistake(check, OnlineSoftmax, "update", "over_lanes(top[h], T.max, ROW_LANES)", "top[h]"),
+    Mistake(
+        check, OnlineSoftmax, "update", "self.isa.over_lanes(top[h], T.max, ROW_LANES)", "top[h]"
+    ),
     Mistake(check, OnlineSoftmax, "finish", "operator.add, ROW_LANES", "operator.add, 2"),
     Mistake(check, Logits, "scale", "* self.slope[h]", "* T.float32(0)"),
 ]

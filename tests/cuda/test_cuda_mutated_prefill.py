@@ -109,7 +109,7 @@ MISTAKES = [
     Mistake(paged, TileOutput, "_store_rows_of_o", "n * 8 + column", "n * 8"),
     Mistake(windows, TileMask, "row_begin", ".begin(*arguments)", ".begin(*arguments) + 1"),
     Mistake(dropped_positions, TileMask, "span", "gap.span(i,", "gap.span(0,"),
-    Mistake(codes, CodePipeline, "_scale_pointer", "plane * codes", "0 * codes"),
+    Mistake(codes, CodePipeline, "_scale_place", "plane * codes", "0 * codes"),
     Mistake(not_finite, NonFiniteGuard, "mark", "_CAREFUL", "_DONE"),
     Mistake(not_finite, NonFiniteGuard, "end_pass", "self.mode = _CAREFUL", "self.mode = _DONE"),
     Mistake(latent, BalancedSplits, "advance", "count == self.num_kv_tiles", "self.kv_tile == 0"),

@@ -8,8 +8,11 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
-from tir_kernels.cuda.emit import WARP, launch, ptx, sync_block
+from tir_kernels.cuda.launches import launch
+from tir_kernels.cuda.ptx import ptx
+from tir_kernels.cuda.threads import sync_block
 from tir_kernels.define import target_attributes
+from tir_kernels.gpu.registers import WARP
 from tir_kernels.script import inline, prim_func
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 

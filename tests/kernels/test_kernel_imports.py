@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ ROOT = Path(tir_kernels.__file__).parent
 TARGETS = {"tir_kernels.cpu", "tir_kernels.gpu", "tir_kernels.cuda"}
 # Component -> what it must not import. `targets` alone joins them.
 FORBIDDEN = {
-    "cpu": {"tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.targets"},
+    "cpu": {"tir_kernels.gpu", "tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.targets"},
     "cpu/rows": {
         "tir_kernels.cpu.attention",
         "tir_kernels.cpu.tiles",
         "tir_kernels.cpu.isa.matrices",
     },
-    "gpu": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.targets"},
+    "gpu": {"tir_kernels.cpu", "tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.targets"},
     "cuda": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.targets"},
     "semantics": {*TARGETS, "tir_kernels.moves", "tir_kernels.targets"},
     "moves": TARGETS,
@@ -49,6 +50,15 @@ def test_no_import_against_the_arrows(component):
         for name in imports_of(path):
             for forbidden in FORBIDDEN[component]:
                 assert not f"{name}.".startswith(f"{forbidden}."), f"{path} imports {name}"
+
+
+def test_kernels_for_gpus_emit_no_instruction_of_a_target():
+    """They ask `gpu.isa` for what a target has its own instructions for."""
+    for path in (ROOT / "gpu").rglob("*.py"):
+        found = re.findall(
+            r"\bptx\b|T\.cuda|call_extern|tvm_warp|ptr_to|CudaTarget", path.read_text()
+        )
+        assert not found, f"{path} has {found}"
 
 
 def test_imports_are_found():

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of elements between global memory and registers, 128 bits at a time."""
+"""Elements between global memory and registers, 128 bits at a time, and their narrowing."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
 from ..define import ACCESS_BYTES
+from ..gpu.registers import U32, Registers
 from ..spec import STORED_ITEMSIZE
-from .emit import F32, U32, Registers, ptx
+from .ptx import ptx
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
-
-
-def run_length(*extents: int) -> int:
-    """Elements, at most 8, that a thread takes at once of rows that have starts and ends there."""
-    return math.gcd(8, *extents)
 
 
 def load_words(words: Registers, buffer, index: Sequence, num_bytes: int) -> None:
@@ -38,72 +33,6 @@ def _access(name: str, words: Registers, buffer, index: Sequence, num_bytes: int
         registers = [words[start // 4 + i] for i in range(count)]
         operands = (*registers, pointer) if name.startswith("ld") else (pointer, *registers)
         ptx(f"{name}.v{count}.b32" if count > 1 else f"{name}.b32", *operands)
-
-
-def load_floats(buffer, index: Sequence, count: int) -> Registers:
-    """Load `count` elements, widened to float32."""
-    dtype = str(buffer.dtype)
-    values, num_bytes = Registers(count, F32, "values"), count * STORED_ITEMSIZE[dtype]
-    if num_bytes % 4:
-        for i in range(count):
-            values[i] = T.cast(buffer[(*index[:-1], index[-1] + i)], F32)
-        return values
-    words = Registers(num_bytes // 4, U32, "words")
-    load_words(words, buffer, index, num_bytes)
-    widen_words(words, dtype, values)
-    return values
-
-
-def widen_words(words: Registers, dtype: str, values: Registers, first: int = 0) -> None:
-    """Widen the elements of words, to `values` from `first` on."""
-    for i in range(words.count):
-        if dtype == F32:
-            values[first + i] = T.reinterpret(F32, words[i])
-        else:
-            unpack(words[i], dtype, values[first + 2 * i], values[first + 2 * i + 1])
-
-
-def store_floats(buffer, index: Sequence, values: Registers) -> None:
-    """Store elements, narrowed from float32."""
-    dtype = str(buffer.dtype)
-    num_bytes = values.count * STORED_ITEMSIZE[dtype]
-    if num_bytes % 4:
-        for i in range(values.count):
-            T.buffer_store(buffer, T.cast(values[i], dtype), [*index[:-1], index[-1] + i])
-        return
-    words = Registers(num_bytes // 4, U32, "words")
-    for i in range(num_bytes // 4):
-        if dtype == F32:
-            words[i] = T.reinterpret(U32, values[i])
-        else:
-            pack(words[i], dtype, values[2 * i], values[2 * i + 1])
-    store_words(words, buffer, index, num_bytes)
-
-
-def round_floats(values, row, count: int, dtype: str) -> None:
-    """Round `count` float32 numbers of a row of registers to the nearest of a type."""
-    if dtype == F32:
-        return
-    word = Registers(1, U32, "word")
-    for j in range(0, count, 2):
-        pair = [(row, j), (row, min(j + 1, count - 1))]
-        pack(word[0], dtype, *(values[at] for at in pair))
-        unpack(word[0], dtype, *(values[at] for at in pair))
-
-
-def copy_elements(to, to_index: Sequence, of, of_index: Sequence, count: int) -> None:
-    """Copy `count` elements; bit for bit where the types are the same."""
-    num_bytes = count * STORED_ITEMSIZE[str(of.dtype)]
-    if str(to.dtype) != str(of.dtype):
-        store_floats(to, to_index, load_floats(of, of_index, count))
-    elif num_bytes % 4:
-        for i in range(count):
-            value = of[(*of_index[:-1], of_index[-1] + i)]
-            T.buffer_store(to, value, [*to_index[:-1], to_index[-1] + i])
-    else:
-        words = Registers(num_bytes // 4, U32, "words")
-        load_words(words, of, of_index, num_bytes)
-        store_words(words, to, to_index, num_bytes)
 
 
 def pack(word, dtype: str, low, high) -> None:

@@ -25,7 +25,7 @@ _COEFFICIENTS = (
 def exp(x, lanes: int, arithmetic):
     """``exp(x)`` with a relative error of about ``1e-7 * max(1, abs(x))``; NaN stays NaN.
 
-    `arithmetic` is `cpu.simd`, or `cuda.scalars` for one lane.
+    `arithmetic` is `cpu.simd`, or `gpu.isa` for one lane.
     """
     int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
     temp, multiply_add = arithmetic.temp, arithmetic.multiply_add

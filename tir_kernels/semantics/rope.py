@@ -186,7 +186,7 @@ def _polynomial(coefficients, x, lanes: int, arithmetic):
 def sin_cos(angle, lanes: int, arithmetic) -> SinCos:
     """Sine and cosine of float32 angles; error below 3e-7 up to 4e6.
 
-    `arithmetic` is `cpu.simd`, or `cuda.scalars` for one lane.
+    `arithmetic` is `cpu.simd`, or `gpu.isa` for one lane.
     """
     int_type, float_type = (vector_type(t, lanes) for t in ("int32", F32))
 

@@ -29,7 +29,7 @@ def with_sink(sink, top, total, arithmetic) -> tuple:
     """Let a sink into the softmax of a row: its maximum, the factor of its sums, and its sum.
 
     A sink joins the sum alone. `sink`, in the exp2 domain, may be -inf: none. One that is NaN or
-    +inf makes the sum NaN. `arithmetic` is `cpu.simd` or `cuda.scalars`.
+    +inf makes the sum NaN. `arithmetic` is `cpu.simd` or `gpu.isa`.
     """
     sink, top = arithmetic.temp(sink, 1), arithmetic.temp(top, 1)
     one, merged = T.float32(1), arithmetic.temp(T.max(top, sink), 1)
@@ -61,7 +61,7 @@ class MergedLse:
     The states ``(o, lse)`` are those of disjoint positions. A weight is 0 for an lse of -inf only,
     so NaN in the o of a state that has seen something is kept. An lse of NaN or +inf makes all of
     them NaN.
-    `arithmetic` is `cpu.simd`, or `cuda.scalars` for one lane.
+    `arithmetic` is `cpu.simd`, or `gpu.isa` for one lane.
     """
 
     def __init__(self, a, b, lanes: int, arithmetic):

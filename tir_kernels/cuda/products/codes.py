@@ -12,7 +12,8 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...codec import Codec
-from ..emit import U32, Registers, ptx
+from ...gpu.registers import U32, Registers
+from ..ptx import ptx
 
 _ONE = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
@@ -77,6 +78,12 @@ def widen(codec: Codec, dtype: str, word, side=0) -> list:
     if codec.storage_dtype == "uint8":
         return [_floats(dtype, bytes_) for bytes_ in (T.shift_left(word, _u32(8)), word)]
     return [_integers(dtype, bytes_) for bytes_ in (word, T.shift_right(word, _u32(8)))]
+
+
+def widen_in_order(codec: Codec, dtype: str, word, side=0) -> list:
+    """Widen as `widen`, to pairs in the order of the bytes."""
+    pairs = widen(codec, dtype, word, side)
+    return [permute(*pairs, selector) for selector in (LOW_HALVES, HIGH_HALVES)]
 
 
 def _stored_codes(codec: Codec, dtype: str, word):

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from ...gpu.registers import F32, I32, U32
 from ...gpu.tiles.row_scales import RowScales, WeightRange
 from ...layout import V_PLANE
 from ...script import inline
-from ..emit import F32, I32, U32, ptx
 
 
 @T.meta_class
@@ -25,10 +25,10 @@ class GroupScales(RowScales):
     """
 
     def __init__(self, pipeline, lane, dtype: str):
-        codes = pipeline.codes
+        codes, isa = pipeline.codes, pipeline.isa
         self.pipeline, self.lane = pipeline, lane
         self.num_groups, self.num_words = len(codes.groups), codes.scale_words
-        self.range = WeightRange(codes.codec, dtype)
+        self.range = WeightRange(isa, codes.codec, dtype)
         self.first = T.local_scalar(I32)
 
     @inline
@@ -51,13 +51,13 @@ class GroupScales(RowScales):
         """Load the scales of tile n of eight positions to tile i of the words."""
         row = T.meta_var(n * 8 + T.truncmod(self.lane, 4) * 2)
         at_once = T.meta_var(2 if self.num_words % 2 == 0 else 1)
-        instruction = T.meta_var("ld.shared.v2.b32" if at_once == 2 else "ld.shared.b32")
         for e in T.unroll(2):
             for turn in T.unroll(self.num_words // at_once):
                 first = T.meta_var(turn * at_once)
                 taken = T.meta_var([words[i, e, first + j] for j in range(at_once)])
                 word = T.meta_var(plane * self.num_words + first)
-                ptx(instruction, *taken, self.pipeline.word_pointer(stage, row + e, word))
+                place = T.meta_var(self.pipeline.word_place(stage, row + e, word))
+                self.pipeline.memory.load(taken, place)
             if self.num_groups % 2 == 1:  # the first one may be the second half of a word
                 if self.pipeline.rows.scale_shift(plane, self.first + row + e) != 0:
                     for word in T.unroll(self.num_words - 1):

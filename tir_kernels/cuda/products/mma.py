@@ -12,12 +12,13 @@ import math
 
 from tvm.script import tirx as T
 
+from ...gpu.registers import I32, U32
 from ...gpu.scores.softmax import ROWS, clear
 from ...gpu.tiles.shared_tiles import SharedTiles
 from ...gpu.tiles.tiling import WARP_ROWS
 from ...script import inline
 from ..elements import pack
-from ..emit import I32, U32, ptx
+from ..ptx import ptx
 
 MAX_KEPT = 64  # elements of a row of Q: with 128 there were spills
 STEP = 16  # elements of a row that one instruction takes
@@ -26,9 +27,9 @@ LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
 
-def load_matrices(instruction: str, registers, first, pointer) -> None:
+def load_matrices(instruction: str, registers, first, tiles: SharedTiles, place) -> None:
     """Load four matrices into registers from `first` on."""
-    ptx(instruction, *[registers[first + i] for i in range(4)], pointer)
+    ptx(instruction, *[registers[first + i] for i in range(4)], tiles.memory.pointer(place))
 
 
 @T.meta_class
@@ -87,8 +88,8 @@ class TensorCores:
     def load_q(self, place, step):
         """Load the operands of a step of Q."""
         for m in T.unroll(self.row_tiles):
-            pointer = T.meta_var(self.q.beyond(self.q_start, m * WARP_ROWS, step * 2))
-            load_matrices(LOAD, self.q_operands, (place * self.row_tiles + m) * 4, pointer)
+            byte = T.meta_var(self.q.beyond(self.q_start, m * WARP_ROWS, step * 2))
+            load_matrices(LOAD, self.q_operands, (place * self.row_tiles + m) * 4, self.q, byte)
 
     @inline
     def multiply(self, products, n, left, place, right):
@@ -98,6 +99,9 @@ class TensorCores:
             sums = T.meta_var([products[n, h, e] for h, e in rows])
             first = T.meta_var((place * self.row_tiles + m) * 4)
             ptx(self.instruction, *sums, *[left[first + i] for i in range(4)], *right, *sums)
+
+    def reorder_q(self, threads) -> None:
+        """Q is multiplied as it lies in memory."""
 
     def output_pair(self, output, n, h) -> tuple:
         """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
@@ -129,7 +133,7 @@ class TensorCores:
                 if not self.keeps_q:
                     self.load_q(0, step)
                 for pair in T.unroll(scores.shape[0] // 2):
-                    load_matrices(LOAD, right, 0, k.beyond(start, pair * 16, step * 2))
+                    load_matrices(LOAD, right, 0, k, k.beyond(start, pair * 16, step * 2))
                     for n in T.unroll(2):
                         operand = T.meta_var([right[n * 2], right[n * 2 + 1]])
                         self.multiply(scores, pair * 2 + n, self.q_operands, place, operand)
@@ -151,7 +155,8 @@ class TensorCores:
         for step in T.unroll(weights.shape[0] // 2):
             self.pack_weights(left, weights, step)
             for pair in T.unroll(output.shape[0] // 2):
-                load_matrices(LOAD_TRANSPOSED, right, 0, v.beyond(start, step * STEP, pair * 2))
+                place = T.meta_var(v.beyond(start, step * STEP, pair * 2))
+                load_matrices(LOAD_TRANSPOSED, right, 0, v, place)
                 for n in T.unroll(2):
                     operand = T.meta_var([right[n * 2], right[n * 2 + 1]])
                     self.multiply(output, pair * 2 + n, left, 0, operand)

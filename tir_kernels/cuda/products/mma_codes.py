@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from ...gpu.registers import U32
 from ...gpu.scores.softmax import clear, products_of
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline
-from ..emit import U32, ptx
 from .codes import HIGH_HALVES, LOW_HALVES, permute, widen
 from .group_scales import GroupScales
 from .mma import LOAD, LOAD_TRANSPOSED, STEP, TensorCores, load_matrices
@@ -37,11 +37,11 @@ def interleave_columns(q, num_rows: int, threads):
         if item < num_items:
             row = T.truncdiv(item, q.layout.chunks // 2)
             group = T.truncmod(item, q.layout.chunks // 2)
-            low, high = T.meta_var([q.pointer(0, row, group * 2 + i) for i in range(2)])
-            ptx("ld.shared.v4.b32", *[words[j] for j in range(4)], low)
-            ptx("ld.shared.v4.b32", *[words[4 + j] for j in range(4)], high)
-            ptx("st.shared.v4.b32", low, *_every_other(words, LOW_HALVES))
-            ptx("st.shared.v4.b32", high, *_every_other(words, HIGH_HALVES))
+            low, high = T.meta_var([q.place(0, row, group * 2 + i) for i in range(2)])
+            q.memory.load([words[j] for j in range(4)], low)
+            q.memory.load([words[4 + j] for j in range(4)], high)
+            q.memory.store(low, *_every_other(words, LOW_HALVES))
+            q.memory.store(high, *_every_other(words, HIGH_HALVES))
 
 
 def _every_other(words, half: int) -> list:
@@ -59,6 +59,12 @@ class CodeTensorCores(TensorCores):
     """
 
     steps_at_once = 2  # which have their codes in the same registers
+
+    @inline
+    def reorder_q(self, threads):
+        """Give the columns of Q the order of codes, behind a barrier of the block."""
+        interleave_columns(self.q, self.q.layout.rows, threads)
+        self.q.isa.sync_block()
 
     def output_pair(self, output, n, h) -> tuple:
         """A column of the output and the sums of this one and the next, of row h."""
@@ -88,7 +94,7 @@ class CodeTensorCores(TensorCores):
             for i in T.unroll(num_steps):
                 self.load_q(i, turn * 2 + i)
         for pair in T.unroll(scores.shape[0] // 2):
-            load_matrices(LOAD, right, 0, k.beyond(start, pair * 16, turn * 2))
+            load_matrices(LOAD, right, 0, k, k.beyond(start, pair * 16, turn * 2))
             for n in T.unroll(2):
                 for i in T.unroll(num_steps):
                     place = T.meta_var(turn * 2 + i if self.keeps_q else i)
@@ -105,7 +111,8 @@ class CodeTensorCores(TensorCores):
         for step in T.unroll(weights.shape[0] // 2):
             self.pack_weights(left, weights, step)
             for pair in T.unroll(-(-num_chunks // 2)):
-                load_matrices(LOAD_TRANSPOSED, right, 0, v.beyond(start, step * STEP, pair * 2))
+                place = T.meta_var(v.beyond(start, step * STEP, pair * 2))
+                load_matrices(LOAD_TRANSPOSED, right, 0, v, place)
                 self.add_columns(output, pair * 2, left, [right[0], right[1]])
                 if num_chunks % 2 == 0 or pair * 2 + 1 < num_chunks:
                     self.add_columns(output, pair * 2 + 1, left, [right[2], right[3]])
@@ -160,7 +167,7 @@ class PackedCodeTensorCores(CodeTensorCores):
     def score_pair(self, scores, k, stage, start, words, sums, scales, pair):
         """Compute the scores of sixteen positions."""
         for i in T.unroll(self.num_loads):
-            load_matrices(LOAD, words, 4 * i, k.beyond(start, pair * 16, 2 * i))
+            load_matrices(LOAD, words, 4 * i, k, k.beyond(start, pair * 16, 2 * i))
         for n in T.unroll(2):
             tile = T.meta_var(pair * 2 + n)
             self.scales.load(scales, 0, K_PLANE, stage, tile)
@@ -196,8 +203,8 @@ class PackedCodeTensorCores(CodeTensorCores):
         factor = self.scales.range.factor()
         for step in T.unroll(weights.shape[0] // 2):
             for i in T.unroll(self.num_loads):
-                pointer = T.meta_var(v.beyond(start, step * STEP, 2 * i))
-                load_matrices(LOAD_TRANSPOSED, words, 4 * i, pointer)
+                place = T.meta_var(v.beyond(start, step * STEP, 2 * i))
+                load_matrices(LOAD_TRANSPOSED, words, 4 * i, v, place)
             for n in T.unroll(2):
                 self.scales.load(scales, n, V_PLANE, stage, step * 2 + n)
             for group in T.unroll(len(self.codes.groups)):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from ...gpu.registers import U32, Registers
 from ...gpu.tiles.shared_tiles import BANK_ROWS, CHUNK_BYTES, SharedTiles
 from ...script import inline
 from ..elements import pack
-from ..emit import U32, Registers, ptx
-from ..warp import in_all_lanes
+from ..ptx import ptx
+from ..threads import in_all_lanes
 from .mma import STEP
 
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
@@ -52,7 +53,7 @@ def _descriptor(low, num_bytes: int):
 
 def _low_word(tiles: SharedTiles, row, from_slab_to_slab: int):
     """The low word of the descriptor of the first tile, from a row on."""
-    pointer = tiles.memory.ptr_to([tiles.begin + row * tiles.layout.stride])
+    pointer = tiles.memory.pointer(tiles.begin + row * tiles.layout.stride)
     address = T.cuda.cvta_generic_to_shared(pointer)
     return T.bitwise_or(T.shift_right(address, T.uint32(4)), T.uint32(from_slab_to_slab << 16))
 

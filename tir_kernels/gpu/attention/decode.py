@@ -13,20 +13,6 @@ its own and waits for no other; the states of the groups are merged in the end.
 
 from tvm.script import tirx as T
 
-from ...cuda.elements import store_floats
-from ...cuda.emit import (
-    WARP,
-    Registers,
-    index_temp,
-    launch,
-    sync_block,
-    sync_warp,
-    wait_for_kernels_before,
-)
-from ...cuda.launcher import block_shared_bytes, resident_blocks
-from ...cuda.products.group_scales import GroupScales
-from ...cuda.products.mma import TensorCores
-from ...cuda.products.mma_codes import CodeTensorCores, PackedCodeTensorCores, interleave_columns
 from ...define import attributes
 from ...script import inline, prim_func
 from ...semantics.rope import has_rope, require_own_rotation
@@ -35,6 +21,8 @@ from ...signatures.attention import DECODE, DECODE_SLIDING, DECODE_WINDOWED
 from ...signatures.inputs import PagedInputs
 from ...signatures.signature import Signature
 from ...spec import LOG2E, KernelSpec
+from ..isa import isa_of
+from ..registers import WARP, Registers, index_temp
 from ..scores.logits import Logits
 from ..scores.softmax import ROW_LANES, OnlineSoftmax, products_of
 from ..scores.visible_columns import VisibleColumns
@@ -43,15 +31,12 @@ from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.inline_rope import InlineRope
 from ..tiles.kv_rows import as_int64, paged_rows, with_page_views
-from ..tiles.multiply_adds import MultiplyAdds
-from ..tiles.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
-from ..tiles.row_scales import NoScales
+from ..tiles.pipeline import ThreadGroup, copy_rows, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from ..work.group_states import GroupStates
 from ..work.page_schedule import PageSchedule
 from ..work.partial_states import MERGE_BLOCK_SIZE, MERGED_ROWS, RUN, BlockStates, sink_of
 
-MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
 MAX_PACKED_COLUMNS = 128  # of V with codes of 4 bits: 256 spilled 148 bytes
 
 
@@ -62,7 +47,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
     scales with the window, but work is balanced among blocks only if the page table has few pages
     before it.
     """
-    group_size, v_dim = spec.group_size, spec.v_head_dim
+    isa, group_size, v_dim = isa_of(spec.target), spec.group_size, spec.v_head_dim
     (*roomy, tiling), code_tiling = DecodeTiling.choices(spec), code_tiling_of(spec)
 
     @prim_func(arguments=signature.of(spec))
@@ -81,18 +66,18 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
             warp_row = T.truncdiv(group_thread, WARP) * tiling.warp_rows
             first_row = T.truncdiv(slice_id, tiling.slices) * tiling.rows
             v_slice = T.truncmod(slice_id, tiling.slices)
-            threads = T.meta_var(ThreadGroup(thread, tiling.num_threads, sync_block))
-            warps = T.meta_var(warps_of(tiling, group_thread, group))
-            shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
+            threads = T.meta_var(ThreadGroup(thread, tiling.num_threads, isa.sync_block))
+            warps = T.meta_var(warps_of(isa, tiling, group_thread, group))
+            shared = isa.shared_memory(tiling.num_bytes)
             q_tile = T.meta_var(SharedTiles(shared, 0, tiling.q))
             rows = paged_rows(spec, a.pages, a.page_ids, tiling.rows_per_thread)
             pipeline = kv_pipeline(spec, tiling, shared, q_tile.end, warps, v_slice, rows)
             k, v = T.meta_var((pipeline.k, pipeline.v))
-            scales = scales_of(tiling, pipeline, lane)
-            products = products_of_warp(tiling, q_tile, warp_row, lane, scales)
+            products = isa.decode_products(tiling, q_tile, pipeline, warp_row, lane)
+            scales = products.scales
             scores = products_of(tiling.positions, tiling.rows_of_thread)
             logits = Logits(spec, tiling.rows_of_thread, lane)
-            softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
+            softmax = OnlineSoftmax(isa, tiling.columns, tiling.rows_of_thread)
             rope = InlineRope(spec, mode)
             columns = VisibleColumns(a, sequences)
             groups = GroupStates(tiling, shared)
@@ -101,7 +86,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
 
             groups.has_rows = 0
             work.take_split(block, lane)
-            wait_for_kernels_before()
+            isa.wait_for_kernels_before()
             while work.has_next() or groups.has_rows != 0:
                 has_pair = T.cast(work.has_next(), "int32")
                 if has_pair != 0:
@@ -114,7 +99,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
                         start(tiling, q_tile, pipeline, threads, work, columns, first_row)
                 if groups.has_rows != 0:
                     groups.has_rows = 0
-                    sync_block()  # all states are there
+                    isa.sync_block()  # all states are there
                     for turn in T.serial(T.ceildiv(num_runs, tiling.num_threads)):
                         run = turn * tiling.num_threads + thread
                         row = T.truncdiv(run, tiling.columns // RUN)
@@ -126,7 +111,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
                             sink = T.meta_var(sink_of(a, o_row, groups.is_whole != 0))
                             groups.merge(row, column, sink)
                             if groups.is_whole != 0:
-                                store_floats(a.o, (*o_row, v_column), Registers.of(groups.o))
+                                isa.store_floats(a.o, (*o_row, v_column), Registers.of(groups.o))
                                 if v_column == 0:
                                     a.lse[o_row] = groups.lse
                             else:
@@ -139,13 +124,13 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
                     scales.reset()
                     for span in T.serial(columns.gap.num_spans):
                         if span > 0 or not tiling.copies_beside_states:
-                            sync_block()  # none reads any more what lies there
+                            isa.sync_block()  # none reads any more what lies there
                             columns.take(span, work)
                             start(tiling, q_tile, pipeline, threads, work, columns, first_row)
                         if columns.first < columns.end:
-                            wait(pipeline.ahead)
-                            sync_block()
-                            prepare_q(tiling, q_tile, threads, rope, columns.q_position)
+                            isa.wait_for_copies(pipeline.ahead)
+                            isa.sync_block()
+                            prepare_q(tiling, q_tile, threads, rope, products, columns.q_position)
                             products.begin()
                             set_rows(spec, logits, work, first_row + warp_row, columns.q_position)
                             for tile in T.serial(pipeline.num_tiles):
@@ -167,8 +152,8 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
                                 products.accumulate(softmax.output, scores, v, stage)
                     softmax.finish()
                     scales.finish(softmax.output)
-                    rotate_accumulators(softmax.output, hadamard_blocks(tiling)[1], lane)
-                    sync_block()  # none reads K and V any more
+                    rotate_accumulators(isa, softmax.output, hadamard_blocks(tiling)[1], lane)
+                    isa.sync_block()  # none reads K and V any more
                     groups.put(group, warp_row, softmax, products)
                     groups.name(work, states.slot(block, work.first > 0))
 
@@ -189,7 +174,7 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
             lane = T.truncmod(thread, WARP)
             row = rows * MERGED_ROWS + T.truncdiv(thread, WARP)
             work.find_cut(block, lane)
-            wait_for_kernels_before()
+            isa.wait_for_kernels_before()
             if row < group_size:
                 if work.begins_in_split():
                     index_of = T.meta_var(lambda i: (states.slot(block + i, i > 0), row))
@@ -204,21 +189,23 @@ def decode(spec: KernelSpec, signature: Signature = DECODE):
         @inline
         def attend(tiling, mode):
             num_slices = T.meta_var(tiling.row_slices * tiling.slices)
-            blocks = T.meta_var(resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices))
+            blocks = T.meta_var(
+                isa.resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices)
+            )
             states = BlockStates(spec, blocks)
             split = T.meta_var((spec, a.page_indptr, a.batch_size, blocks, tiling.block_positions))
             with states.allocated():
                 grid, size = T.meta_var([blocks, num_slices]), T.meta_var(tiling.block_size)
-                with launch(grid, *size, waits=False) as ((block, slice_id), thread):
+                with isa.launch(grid, *size, waits=False) as ((block, slice_id), thread):
                     work = PageSchedule(*split)
                     attend_to_split(tiling, mode, states, work, block, slice_id, thread)
                 grid = T.meta_var([blocks, -(-group_size // MERGED_ROWS)])
-                with launch(grid, *MERGE_BLOCK_SIZE, waits=False) as ((block, rows), thread):
+                with isa.launch(grid, *MERGE_BLOCK_SIZE, waits=False) as ((block, rows), thread):
                     work = PageSchedule(*split)
                     merge_states(states, work, block, rows, thread)
 
         if len(roomy) > 0:
-            if block_shared_bytes() >= roomy[0].min_blocks * roomy[0].resident_bytes:
+            if isa.block_shared_bytes() >= roomy[0].min_blocks * roomy[0].resident_bytes:
                 attend(roomy[0], a.rotary_mode)
             else:
                 attend(tiling, a.rotary_mode)
@@ -249,10 +236,10 @@ def load_q(spec, tiling, q_tile, threads, q, work, first_row):
     """Start to copy the query rows of a pair, from one of its KV head's on."""
     per_chunk = T.meta_var(tiling.q.per_chunk)
     row_at = T.meta_var(lambda row: (as_int64(work.sequence), head_of(spec, work, first_row + row)))
-    source = T.meta_var(lambda row, chunk: q.ptr_to([*row_at(row), chunk * per_chunk]))
+    source = T.meta_var(lambda row, chunk: (q, (*row_at(row), chunk * per_chunk)))
     num_rows = T.meta_var(min(tiling.rows, spec.group_size))
     copy_rows(q_tile, num_rows, spec.qk_head_dim // per_chunk, threads, source)
-    commit()
+    q_tile.isa.commit_copies()
 
 
 def head_of(spec: KernelSpec, work: PageSchedule, row):
@@ -270,16 +257,14 @@ def set_rows(spec, logits, work, first_row, position):
 
 
 @inline
-def prepare_q(tiling, q_tile, threads, rope, position):
+def prepare_q(tiling, q_tile, threads, rope, products, position):
     """Rotate the query rows, and give their columns the order that codes have."""
     blocks = T.meta_var(hadamard_blocks(tiling)[0])
     rope.rotate(q_tile, 0, tiling.rows, threads, lambda row: position)
     if len(blocks) > 0:
         rotate_rows(q_tile, 0, tiling.rows, blocks, threads)
-        sync_block()
-    if tiling.has_code_operands:
-        interleave_columns(q_tile, tiling.rows, threads)
-        sync_block()
+        q_tile.isa.sync_block()
+    products.reorder_q(threads)
 
 
 def code_tiling_of(spec: KernelSpec) -> DecodeTiling | None:
@@ -292,27 +277,7 @@ def code_tiling_of(spec: KernelSpec) -> DecodeTiling | None:
     return DecodeTiling.of(spec, is_widened=False) if has_registers and tiling.is_tensor else None
 
 
-def warps_of(tiling: DecodeTiling, thread, group) -> ThreadGroup:
+def warps_of(isa, tiling: DecodeTiling, thread, group) -> ThreadGroup:
     """Return the warps of a group, which take every few tiles of positions."""
-    sync = sync_warp if tiling.row_warps == 1 else sync_block
+    sync = isa.sync_warp if tiling.row_warps == 1 else isa.sync_block
     return ThreadGroup(thread, tiling.num_group_threads, sync, group, tiling.kv_groups)
-
-
-def scales_of(tiling: DecodeTiling, pipeline, lane) -> NoScales:
-    """Return the scales of K and V, applied to scores and weights or by the products."""
-    is_packed = tiling.has_code_operands and tiling.codes.codec.bits == 4
-    return GroupScales(pipeline, lane, tiling.dtype) if is_packed else pipeline.scales
-
-
-def products_of_warp(tiling: DecodeTiling, q_tile: SharedTiles, warp_row, lane, scales: NoScales):
-    """Return what multiplies: tensor cores, with codes or numbers, or multiply-adds."""
-    operands = tiling, q_tile, warp_row, lane
-    if not tiling.is_tensor:
-        return MultiplyAdds(*operands)
-    if not tiling.has_code_operands:
-        return TensorCores(*operands, max_kept=MAX_KEPT, unrolled=1)
-    if tiling.codes.codec.bits == 8:
-        return CodeTensorCores(*operands, max_kept=MAX_KEPT)
-    products = PackedCodeTensorCores(*operands, max_kept=MAX_KEPT)
-    products.scales = scales
-    return products

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import as_count, index_temp
 from ...define import attributes
 from ...script import prim_func
 from ...semantics.rope import require_own_rotation
@@ -34,6 +33,7 @@ from ...signatures.attention import (
 from ...signatures.inputs import AttentionInputs, PagedInputs, RaggedInputs
 from ...signatures.signature import Signature
 from ...spec import KernelSpec
+from ..registers import as_count, index_temp
 from ..tiles.kv_rows import RaggedRows, paged_rows, with_page_views
 from ..tiles.tiling import MAX_ROWS, MOST_ROWS, Tiling
 from ..work.tile_work import BalancedWork, FixedWork

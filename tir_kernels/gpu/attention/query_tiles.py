@@ -12,20 +12,12 @@ from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import (
-    WARP,
-    as_count,
-    launch,
-    sync_block,
-    sync_block_and_copies,
-    wait_for_kernels_before,
-)
-from ...cuda.products.mma import TensorCores
-from ...cuda.products.wgmma import WarpgroupProducts
 from ...script import inline
 from ...semantics.visibility import CausalMask, RaggedSequence, WholeSequence
 from ...signatures.inputs import AttentionInputs
 from ...spec import LOG2E, KernelSpec
+from ..isa import isa_of
+from ..registers import WARP, as_count
 from ..scores.block_memory import BlockMemory
 from ..scores.logits import Logits
 from ..scores.mask import TileMask
@@ -36,8 +28,7 @@ from ..scores.tree import NoTree, TreeMask
 from ..tiles.code_pipeline import kv_pipeline
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.inline_rope import InlineRope
-from ..tiles.multiply_adds import MultiplyAdds
-from ..tiles.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
+from ..tiles.pipeline import ThreadGroup, copy_rows, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import suits_first
@@ -80,16 +71,17 @@ class Batch:
 @inline
 def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
     """Attend with the tiles of a tiling, and merge the states of tiles that were split."""
+    isa = T.meta_var(isa_of(spec.target))
     call = T.meta_var(batch.make_work(tiling))
     with call.allocated():
         size = T.meta_var((tiling.num_threads, tiling.min_blocks))
-        with launch(call.grid, *size, waits=False) as (blocks, thread):
-            shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=1024)
+        with isa.launch(call.grid, *size, waits=False) as (blocks, thread):
+            shared = isa.shared_memory(tiling.num_bytes, 1024)
             q = SharedTiles(shared, 0, tiling.q)
             o = SharedTiles(shared, 0, tiling.o)
             work = call.of_block(blocks)
             rows = QueryRows(spec, tiling, work)
-            sync = T.meta_var(sync_block_and_copies if tiling.is_hopper else sync_block)
+            sync = T.meta_var(isa.tile_barrier(tiling))
             threads = T.meta_var(ThreadGroup(rows.thread, tiling.num_threads, sync))
             kv_rows = batch.make_rows(tiling.rows_per_thread)
             pipeline = kv_pipeline(
@@ -102,14 +94,13 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 kv_rows,
             )
             k, scales = pipeline.k, pipeline.scales
-            has_barrier = T.meta_var(spec.target.family == "sm_90a")
-            memory = BlockMemory(shared, pipeline.end_byte, tiling, has_barrier)
+            memory = BlockMemory(shared, pipeline.end_byte, tiling)
             tree = NoTree() if a.tree_order is None else TreeMask(a, tiling, rows, memory)
             mask = TileMask(batch.visible, batch.sequences, a, tree, tiling, rows, memory)
             guard = NonFiniteGuard(spec, tiling, rows, memory, batch.lse_before is None, sync)
             rope = InlineRope(spec, a.rotary_mode)
             logits = Logits(spec, rows.count, rows.lane, leaves_scale=tiling.is_hopper)
-            softmax = OnlineSoftmax(tiling.columns, rows.count)
+            softmax = OnlineSoftmax(isa, tiling.columns, rows.count)
             scores = products_of(tiling.positions, rows.count)
             output = tile_output(batch.lse_before, memory, spec, tiling, a, rows, call, o)
             q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
@@ -117,7 +108,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
             factor = T.meta_var(a.sm_scale * T.float32(LOG2E))
             left = T.meta_var(logits.left_of(factor))
             work.take_split(T.truncmod(thread, WARP))
-            wait_for_kernels_before()
+            isa.wait_for_kernels_before()
             while work.has_next():
                 work.advance()
                 sequence = T.meta_var(batch.items.offset + work.item)
@@ -133,7 +124,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 while guard.has_pass():  # a second one only where V is not finite
                     rows.begin(thread)
                     v = pipeline.v.from_chunk(T.truncdiv(rows.v_begin, pipeline.v.layout.per_chunk))
-                    products = products_of_block(tiling, q, k, v, rows)
+                    products = isa.tile_products(tiling, q, k, v, rows)
                     tree.begin(mask.k_offset)
                     softmax.reset()
                     scales.reset()
@@ -169,13 +160,13 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                                     softmax.update(scores, left)
                                     scales.scale_weights(scores, softmax.output, stage, rows.lane)
                                     products.accumulate(softmax.output, scores, v, stage)
-                            sync_block()  # others may still read the last tile
+                            q.isa.sync_block()  # others may still read the last tile
                         memory.load()
                         i += 1
                     sink = T.meta_var(lambda h: sink_of(a, rows.index(rows.own(h)), work.is_whole))
                     softmax.finish(sink, left)
                     scales.finish(softmax.output)
-                    rotate_accumulators(softmax.output, o_blocks, rows.lane)
+                    rotate_accumulators(isa, softmax.output, o_blocks, rows.lane)
                     output.prepare(softmax)
                     if guard.is_first_pass():
                         output.store_lse(softmax.lse, thread)
@@ -183,14 +174,6 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                     if guard.is_done():
                         output.store_rows(softmax.output, thread)
         call.launch_merge()
-
-
-def products_of_block(tiling: Tiling, q, k, v, rows: QueryRows):
-    """Return what multiplies the tiles of a tiling."""
-    if tiling.is_hopper:
-        return WarpgroupProducts(tiling, q, k, v, rows.joint_row)
-    make = TensorCores if tiling.is_tensor else MultiplyAdds
-    return make(tiling, q, rows.warp_row, rows.lane)
 
 
 @inline
@@ -202,15 +185,15 @@ def load_q(q, tiling: Tiling, a: AttentionInputs, rows, mask, span, rope, blocks
         tiling.rows,
         a.q.shape[2] // chunk_width,
         threads,
-        lambda row, chunk: a.q.ptr_to([*rows.index(row), chunk * chunk_width]),
+        lambda row, chunk: (a.q, (*rows.index(row), chunk * chunk_width)),
     )
-    commit()
-    wait(0)
+    q.isa.commit_copies()
+    q.isa.wait_for_copies(0)
     threads.sync()
     rope.rotate(q, 0, tiling.rows, threads, lambda row: mask.row_position(span, a.q_position, row))
     if len(blocks) > 0:
         rotate_rows(q, 0, tiling.rows, blocks, threads)
-        sync_block()
+        q.isa.sync_block()
 
 
 @inline
@@ -229,7 +212,7 @@ def attend_with_one(tilings: Sequence[Tiling], spec: KernelSpec, a: AttentionInp
         attend(spec, a, batch, tilings[0])
     else:
         num_rows = T.meta_var(as_count(batch.num_rows) * spec.group_size)
-        if suits_first(tilings, num_rows, batch.num_items):
+        if suits_first(isa_of(spec.target), tilings, num_rows, batch.num_items):
             attend(spec, a, batch, tilings[0])
         else:
             attend_with_one(tilings[1:], spec, a, batch)

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import launch
-from ...cuda.launcher import workspace
 from ...define import attributes
 from ...script import inline, prim_func
 from ...semantics.rope import refuse_longrope, require_own_rotation
@@ -20,6 +18,7 @@ from ...signatures.attention import MLA_PREFILL_SHARED, PREFILL_SHARED
 from ...signatures.inputs import SharedInputs
 from ...signatures.signature import Signature
 from ...spec import KernelSpec
+from ..isa import isa_of
 from ..tiles.kv_rows import paged_rows, with_page_views
 from ..tiles.tiling import MAX_ROWS, Tiling
 from ..work.tile_work import BalancedWork
@@ -31,10 +30,10 @@ _PACKED_ROWS = 64  # of a tile with codes of 4 bits: 128 would spill 32 bytes
 
 
 @inline
-def copy_lse(lse, copy):
+def copy_lse(isa, lse, copy):
     """Copy the logs of all rows: where several blocks sum columns of a row, one writes its log."""
     num_heads = T.meta_var(int(lse.shape[1]))
-    with launch([lse.shape[0]], _COPY_THREADS) as (blocks, thread):
+    with isa.launch([lse.shape[0]], _COPY_THREADS) as (blocks, thread):
         for turn in T.serial(-(-num_heads // _COPY_THREADS)):
             head = turn * _COPY_THREADS + thread
             if T.And(blocks[0] < lse.shape[0], head < num_heads):
@@ -70,6 +69,7 @@ def batch_of_segments(spec: KernelSpec, a: SharedInputs) -> Batch:
 
 def over_shared_pages(spec: KernelSpec, signature: Signature):
     """Build a kernel for rows that share pages."""
+    isa = isa_of(spec.target)
     is_packed = spec.codec is not None and spec.codec.bits == 4
     max_rows = _PACKED_ROWS if is_packed else MAX_ROWS
     tilings = Tiling.choices(spec, spec.kv_dtype, max_rows)
@@ -82,8 +82,8 @@ def over_shared_pages(spec: KernelSpec, signature: Signature):
         if tilings[0].slices == 1:
             attend_with_one(tilings, spec, a, batch)
         else:
-            with workspace(a.lse.shape, "lse_before") as before:
-                copy_lse(a.lse, before)
+            with isa.workspace(a.lse.shape, "lse_before") as before:
+                copy_lse(isa, a.lse, before)
                 attend_with_one(tilings, spec, a, replace(batch, lse_before=before))
 
     return prefill_shared

@@ -6,15 +6,13 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...conv_spec import ConvSpec
-from ...cuda import scalars
-from ...cuda.elements import run_length, store_floats
-from ...cuda.emit import F32, Registers, launch
-from ...cuda.scalars import fused_multiply_add
 from ...define import attributes
 from ...layout import slot_offset, slot_page
 from ...script import prim_func
 from ...semantics.decay import exp
 from ...signatures.states import CAUSAL_CONV, ConvInputs
+from ..isa import isa_of
+from ..registers import F32, Registers, run_length
 from .requested_rows import RequestedRows
 
 THREADS = 128
@@ -26,6 +24,7 @@ def causal_conv(spec: ConvSpec):
 
     A thread takes a few channels through a few tokens.
     """
+    isa = isa_of(spec.target)
     channels, width, page_size = spec.channels, spec.width, spec.page_size
     num_taps = spec.width - 1
     run = run_length(channels)
@@ -38,14 +37,14 @@ def causal_conv(spec: ConvSpec):
         num_tokens = T.meta_var(x.shape[0])
 
         grid = T.meta_var([-(-num_runs // THREADS), T.ceildiv(num_tokens, TOKENS)])
-        with launch(grid, THREADS) as ((part, chunk), thread):
+        with isa.launch(grid, THREADS) as ((part, chunk), thread):
             channel = (part * THREADS + thread) * run
             filters = T.alloc_local((run * width,), F32, layout=None)
             biases = T.alloc_local((run,), F32, layout=None)
             numbers = T.alloc_local((run,), F32, layout=None)
             sums = T.alloc_local((run,), F32, layout=None)
-            weights = RequestedRows(run * width, spec.dtype)
-            rows = RequestedRows(run, spec.dtype, width)
+            weights = RequestedRows(isa, run * width, spec.dtype)
+            rows = RequestedRows(isa, run, spec.dtype, width)
 
             if channel < channels:
                 weights.request(a.weight.view(channels * width), (), channel * width)
@@ -72,15 +71,15 @@ def causal_conv(spec: ConvSpec):
                         rows.take(numbers, i)
                         for e in T.unroll(run):
                             factor = T.meta_var(filters[e * width + i])
-                            sums[e] = fused_multiply_add(numbers[e], factor, sums[e])
+                            sums[e] = isa.fused_multiply_add(numbers[e], factor, sums[e])
                     if spec.activation == "silu":
                         for e in T.unroll(run):
-                            sums[e] = silu(sums[e])
-                    store_floats(out, (token, channel), Registers.of(sums))
+                            sums[e] = silu(isa, sums[e])
+                    isa.store_floats(out, (token, channel), Registers.of(sums))
 
     return causal_conv
 
 
-def silu(x):
+def silu(isa, x):
     """``x * sigmoid(x)`` to float32 rounding."""
-    return x / (T.float32(1) + exp(T.float32(0) - x, 1, scalars))
+    return x / (T.float32(1) + exp(T.float32(0) - x, 1, isa))

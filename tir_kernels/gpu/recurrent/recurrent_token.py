@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda import scalars
-from ...cuda.emit import F32
 from ...ingredients import Ingredients
 from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline
 from ...semantics.decay import exp
+from ..isa import isa_of
+from ..registers import F32
 from .requested_rows import RequestedRows
 
 
@@ -34,15 +34,16 @@ class RecurrentToken:
         self, spec: RecurrentSpec, num_rows: int, num_columns: int, q, kept: Ingredients, scale
     ):
         self.spec, self.source_q, self.kept, self.scale = spec, q, kept, scale
+        self.isa = isa = isa_of(spec.target)
         num_decays = num_rows if spec.decays_by_channel else 1
         self.q, self.k = (T.alloc_local((num_rows,), F32, layout=None) for _ in range(2))
         self.v = T.alloc_local((num_columns,), F32, layout=None)
         self.decays = T.alloc_local((num_decays,), F32, layout=None)
         self.beta = T.alloc_local((1,), F32, layout=None)
-        self.next_q, self.next_k = (RequestedRows(num_rows, spec.dtype) for _ in range(2))
-        self.next_v = RequestedRows(num_columns, spec.dtype)
-        self.next_decays = RequestedRows(num_decays, F32)
-        self.next_beta = RequestedRows(1, F32)
+        self.next_q, self.next_k = (RequestedRows(isa, num_rows, spec.dtype) for _ in range(2))
+        self.next_v = RequestedRows(isa, num_columns, spec.dtype)
+        self.next_decays = RequestedRows(isa, num_decays, F32)
+        self.next_beta = RequestedRows(isa, 1, F32)
 
     @inline
     def request(self, slot, row, head, first_row, first_column):
@@ -67,7 +68,7 @@ class RecurrentToken:
         self.next_v.take(self.v)
         self.next_decays.take(self.decays)
         for i in range(int(self.decays.shape[0])):
-            T.buffer_store(self.decays, exp(self.decays[i], 1, scalars), [i])
+            T.buffer_store(self.decays, exp(self.decays[i], 1, self.isa), [i])
         for i in range(int(self.q.shape[0])):
             T.buffer_store(self.q, self.q[i] * self.scale, [i])
         if self.spec.is_delta:

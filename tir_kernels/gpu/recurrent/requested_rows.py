@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ...cuda.elements import load_words, run_length, widen_words
-from ...cuda.emit import F32, U32, Registers
 from ...spec import ITEMSIZE
+from ..registers import F32, U32, Registers, run_length
 
 
 @T.meta_class
@@ -19,13 +18,15 @@ class RequestedRows:
 
     Parameters
     ----------
+    isa : Isa
     count : int
         Elements of a row.
     dtype : str
     num_rows : int
     """
 
-    def __init__(self, count: int, dtype: str, num_rows: int = 1):
+    def __init__(self, isa, count: int, dtype: str, num_rows: int = 1):
+        self.isa = isa
         self.count, self.dtype, self.run = count, dtype, run_length(count)
         self.num_bytes = self.run * ITEMSIZE[dtype]
         self.is_words = self.num_bytes % 4 == 0
@@ -39,7 +40,7 @@ class RequestedRows:
             begin = i * self.size + start * self.size // self.count
             if self.is_words:
                 words = Registers(self.num_bytes // 4, U32, "words")
-                load_words(words, array, (*row, first + start), self.num_bytes)
+                self.isa.load_words(words, array, (*row, first + start), self.num_bytes)
             else:
                 words = Registers(self.run, F32, "numbers")
                 for e in range(self.run):
@@ -58,7 +59,7 @@ class RequestedRows:
         for e in range(self.size):
             words[e] = self.buffer[i * self.size + e]
         if self.is_words:
-            widen_words(words, self.dtype, Registers.of(numbers))
+            self.isa.widen_words(words, self.dtype, Registers.of(numbers))
         else:
             for e in range(self.size):
                 T.buffer_store(numbers, words[e], [e])

@@ -12,16 +12,14 @@ from typing import NamedTuple
 
 from tvm.script import tirx as T
 
-from ...cuda.elements import load_floats, round_floats, store_floats
-from ...cuda.emit import F32, WARP, Registers, launch
-from ...cuda.scalars import fused_multiply_add
-from ...cuda.warp import over_lanes
 from ...define import attributes
 from ...ingredients import Ingredients
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
 from ...signatures.states import RECURRENT_SCAN, ScanInputs
 from ...spec import ITEMSIZE
+from ..isa import isa_of
+from ..registers import F32, WARP, Registers
 from .recurrent_token import RecurrentToken
 
 MAX_KEPT = 112  # registers of a thread for the state and the rows of k, q and decays
@@ -64,7 +62,7 @@ def tiling_of(spec: RecurrentSpec) -> Tiling:
 
 def recurrent_scan(spec: RecurrentSpec):
     """Build the kernel `recurrent_scan`."""
-    num_heads, value_dim = spec.num_heads, spec.value_dim
+    isa, num_heads, value_dim = isa_of(spec.target), spec.num_heads, spec.value_dim
     tiling = tiling_of(spec)
     num_tiles = -(-value_dim // tiling.width)  # of a head
     num_warps = math.gcd(num_heads * num_tiles, MAX_WARPS)
@@ -74,6 +72,7 @@ def recurrent_scan(spec: RecurrentSpec):
     def recurrent_scan(a: ScanInputs):
         T.func_attr(attributes(spec.rows))
         slots, rows, row_indptr = T.meta_var((a.slots, a.rows, a.row_indptr))
+        states = T.meta_var(a.states)
         segment_indptr, read_pages, write_pages = T.meta_var(
             (a.segment_indptr, a.read_pages, a.write_pages)
         )
@@ -81,7 +80,7 @@ def recurrent_scan(spec: RecurrentSpec):
         kept = T.meta_var(Ingredients.of(a.pages, spec))
 
         grid = T.meta_var([num_sequences, num_heads * num_tiles // num_warps])
-        with launch(grid, num_warps * WARP) as ((sequence, part), thread):
+        with isa.launch(grid, num_warps * WARP) as ((sequence, part), thread):
             warp, lane = T.truncdiv(thread, WARP), T.truncmod(thread, WARP)
             tile = part * num_warps + warp
             head = T.truncdiv(tile, num_tiles)
@@ -108,7 +107,7 @@ def recurrent_scan(spec: RecurrentSpec):
             def sum_up():
                 """Let all lanes of a group have the sums over all rows."""
                 for j in T.unroll(tiling.columns):
-                    sums[j] = over_lanes(sums[j], lambda x, y: x + y, tiling.groups)
+                    sums[j] = isa.over_lanes(sums[j], lambda x, y: x + y, tiling.groups)
 
             if sequence < num_sequences:
                 first_segment, end_segment = segment_indptr[sequence], segment_indptr[sequence + 1]
@@ -134,7 +133,7 @@ def recurrent_scan(spec: RecurrentSpec):
                             if source != held:
                                 for i in T.unroll(tiling.rows):
                                     at = T.meta_var((source, head, first_row + i, column))
-                                    values = T.meta_var(load_floats(a.states, at, tiling.columns))
+                                    values = T.meta_var(isa.load_floats(states, at, tiling.columns))
                                     for j in T.unroll(tiling.columns):
                                         state[i, j] = values[j]
                         for n in range(begin, end):
@@ -150,7 +149,9 @@ def recurrent_scan(spec: RecurrentSpec):
                                 for i in T.unroll(tiling.rows):
                                     factor = token.k[i] * token.decay(i)
                                     for j in T.unroll(tiling.columns):
-                                        sums[j] = fused_multiply_add(factor, state[i, j], sums[j])
+                                        sums[j] = isa.fused_multiply_add(
+                                            factor, state[i, j], sums[j]
+                                        )
                                 sum_up()
                                 for j in T.unroll(tiling.columns):
                                     written[j] = token.beta[0] * (token.v[j] - sums[j])
@@ -160,27 +161,27 @@ def recurrent_scan(spec: RecurrentSpec):
                             for i in T.unroll(tiling.rows):
                                 for j in T.unroll(tiling.columns):
                                     decayed = state[i, j] * token.decay(i)
-                                    state[i, j] = fused_multiply_add(
+                                    state[i, j] = isa.fused_multiply_add(
                                         token.k[i], written[j], decayed
                                     )
-                                round_floats(state, i, tiling.columns, spec.state_dtype)
+                                isa.round_floats(state, i, tiling.columns, spec.state_dtype)
                             if own_row >= 0:
                                 clear()
                                 for i in T.unroll(tiling.rows):
                                     for j in T.unroll(tiling.columns):
-                                        sums[j] = fused_multiply_add(
+                                        sums[j] = isa.fused_multiply_add(
                                             token.q[i], state[i, j], sums[j]
                                         )
                                 sum_up()
                                 if is_there != 0 and first_row == 0:
                                     at = T.meta_var((own_row, head, column))
-                                    store_floats(a.o, at, Registers.of(sums))
+                                    isa.store_floats(a.o, at, Registers.of(sums))
                         if is_there != 0:
                             for i in T.unroll(tiling.rows):
                                 for j in T.unroll(tiling.columns):
                                     sums[j] = state[i, j]
                                 at = T.meta_var((sink, head, first_row + i, column))
-                                store_floats(a.states, at, Registers.of(sums))
+                                isa.store_floats(states, at, Registers.of(sums))
                         held = sink
 
     return recurrent_scan

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda import scalars
-from ...cuda.emit import F32
 from ...script import inline
 from ...semantics.rope import base_inverse_frequencies, first_factor, inverse_frequencies, sin_cos
+from ..registers import F32, temp
 from .worker import Worker
 
 
@@ -39,12 +38,12 @@ class CosSin:
     def _compute(self, i, scaled, last_position) -> None:
         known = inverse_frequencies(self.rope)
         if self.factors is None:
-            frequency = scalars.lookup(known.inv_freq, i)
+            frequency = self.worker.isa.lookup(known.inv_freq, i)
         else:
-            unscaled = scalars.lookup(base_inverse_frequencies(self.rope), i, "float64")
+            unscaled = self.worker.isa.lookup(base_inverse_frequencies(self.rope), i, "float64")
             factor = self.factors[first_factor(self.rope, last_position) + i]
             frequency = T.cast(unscaled / T.cast(factor, "float64"), F32)
-        rotation = sin_cos(scaled * frequency, 1, scalars)
+        rotation = sin_cos(scaled * frequency, 1, self.worker.isa)
         for row, value in enumerate((rotation.cos, rotation.sin)):
             if known.attention_factor != 1.0:
                 value = value * T.float32(known.attention_factor)
@@ -52,4 +51,4 @@ class CosSin:
 
     def at(self, i) -> tuple:
         """Return cosine and sine of a pair of dimensions."""
-        return tuple(scalars.temp(self.table[row, i]) for row in range(2))
+        return tuple(temp(self.table[row, i]) for row in range(2))

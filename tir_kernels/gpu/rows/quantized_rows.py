@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from tvm.script import tirx as T
 
 from ...codec import Codec
-from ...cuda import scalars
-from ...cuda.elements import store_floats
-from ...cuda.emit import F32, I32, U32, WARP, Registers, index_temp, ptx, sync_warp
-from ...cuda.warp import shuffle_xor
 from ...layout import QuantizedPages
 from ...semantics.hadamard import k_parts
+from ..isa import isa_of
+from ..registers import F32, I32, U32, WARP, Registers, index_temp, temp
 from ..tiles.hadamard import blocks_of, rotate_registers
 
 RUN = 4  # columns that a lane has side by side: their codes are a word
@@ -78,6 +76,7 @@ class QuantizedRows:
 
     def __init__(self, pages: QuantizedPages, static=None):
         self.pages, self.codec, self.static = pages, pages.codec, static
+        self.isa = isa_of(pages.spec.target)
 
     def quantize(self, row: Sequence, rows, source_row: Sequence, worker) -> None:
         """Quantize ``rows.load_run(source_row, column, count)`` into row `row`."""
@@ -89,7 +88,7 @@ class QuantizedRows:
             runs = Runs(begin, end, RUN, lane)
             runs.load(rows, source_row)
             given = None if self.static is None else self.static[row[1], row[2]]
-            scale = _Scale(self.codec, _largest(runs.values, WARP), given)
+            scale = _Scale(self.isa, self.codec, _largest(self.isa, runs.values, WARP), given)
             with T.If(lane == 0), T.Then():
                 scale.store(pages, row, group)
             for turn, column in runs.each():
@@ -97,7 +96,7 @@ class QuantizedRows:
                 word = codes[0]
                 for i in range(1, RUN):
                     word = T.bitwise_or(word, T.shift_left(codes[i], T.uint32(8 * i)))
-                ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word)
+                self.isa.store_words([word], pages.codes, (*row, column), 4)
 
     def _quantize_packed(self, row, rows, source_row, lane, room, start) -> None:
         """Quantize to packed codes: those of a byte, which are apart, meet in shared memory."""
@@ -107,10 +106,10 @@ class QuantizedRows:
                 length = size // WARP
                 runs = Runs(begin, begin + size, length, lane)
                 runs.load(rows, source_row)
-                rotate_registers(runs.values, lane)
+                rotate_registers(self.isa, runs.values, lane)
                 # A group is of all lanes, or of some of them side by side.
                 lanes = codec.group_size // length if length < codec.group_size else 1
-                scale = _Scale(codec, _largest(runs.values, lanes))
+                scale = _Scale(self.isa, codec, _largest(self.isa, runs.values, lanes))
                 column = index_temp(runs.column(0))
                 for i in range(length):
                     code = T.reinterpret(F32, scale.code(runs.values[i]))
@@ -118,7 +117,7 @@ class QuantizedRows:
                 scale.fit(runs.values, lanes)
                 with T.If(T.truncmod(lane, lanes) == 0), T.Then():
                     scale.store(pages, row, T.truncdiv(column, codec.group_size))
-        sync_warp()
+        self.isa.sync_warp()
         (plane,) = codec.planes
         num_bytes = plane.num_bytes(pages.spec.qk_head_dim)
         for _, column in Runs(0, num_bytes, RUN, lane).each():
@@ -129,8 +128,8 @@ class QuantizedRows:
                     code = T.reinterpret(U32, room[0, start + side * num_bytes + column + i])
                     bits = T.uint32(8 * i + plane.num_bits * side)
                     word[0] = T.bitwise_or(word[0], T.shift_left(code, bits))
-            ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word[0])
-        sync_warp()
+            self.isa.store_words(word, pages.codes, (*row, column), 4)
+        self.isa.sync_warp()
 
     def dequantize(self, row: Sequence, sink, sink_row: Sequence, worker) -> None:
         """Write the numbers that row `row` stands for, rounded to the type of `sink`."""
@@ -143,18 +142,18 @@ class QuantizedRows:
             runs = Runs(begin, end, length, lane)
             runs.load(self, row)
             if self.codec.has_hadamard:
-                rotate_registers(runs.values, lane)
+                rotate_registers(self.isa, runs.values, lane)
             for turn, column in runs.each():
                 numbers = Registers(length, F32, "numbers")
                 for i in range(length):
                     numbers[i] = runs.values[turn * length + i]
-                store_floats(sink, (*sink_row, column), numbers)
+                self.isa.store_floats(sink, (*sink_row, column), numbers)
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
         """Load the numbers that some codes stand for; they are rotated where the codec rotates."""
         pages, codec = self.pages, self.codec
         numbers, scale = Registers(count, F32, "numbers"), pages.scale(row, pages.group_of(column))
-        scale = scalars.temp(scale)
+        scale = temp(scale)
         for i in range(count):
             if codec.is_packed:
                 value = T.cast(self._load_packed(row, column + i), F32)
@@ -175,26 +174,19 @@ class QuantizedRows:
         return T.cast(bits, I32) - -self.codec.lowest
 
 
-def _largest(values: Registers, lanes: int):
+def _largest(isa, values: Registers, lanes: int):
     """The key of the value of the largest magnitude that some lanes have: uint32."""
     largest = Registers(1, U32, "largest")
     largest[0] = T.uint32(0)
     for i in range(values.count):
-        bits = scalars.temp(T.reinterpret(U32, values[i]), 1, U32)
+        bits = temp(T.reinterpret(U32, values[i]), 1, U32)
         key = T.bitwise_or(T.shift_left(bits, T.uint32(1)), T.shift_right(bits, T.uint32(31)))
         largest[0] = T.max(largest[0], key)
     mask = 1
     while mask < lanes:
-        largest[0] = T.max(largest[0], shuffle_xor(largest[0], mask))
+        largest[0] = T.max(largest[0], isa.shuffle_xor(largest[0], mask))
         mask *= 2
     return largest[0]
-
-
-def _divide(a, b):
-    """``a / b`` rounded to nearest, which `/` is not with fast arithmetic."""
-    quotient = Registers(1, F32, "quotient")
-    ptx("div.rn.f32", quotient[0], a, b)
-    return quotient[0]
 
 
 class _Scale:
@@ -203,21 +195,21 @@ class _Scale:
     It is `given` if there is such a one, but of groups that are not finite.
     """
 
-    def __init__(self, codec: Codec, key, given=None):
-        self.codec = codec
+    def __init__(self, isa, codec: Codec, key, given=None):
+        self.isa, self.codec = isa, codec
         is_finite = key < T.uint32(_INFINITE)
         magnitude = T.shift_right(key, T.uint32(1))
         sign = T.shift_left(T.bitwise_and(key, T.uint32(1)), T.uint32(31))
         extreme = magnitude if codec.limit > 0 else T.bitwise_or(magnitude, sign)
-        quotient = _divide(T.reinterpret(F32, extreme), T.float32(codec.limit))
+        quotient = self.isa.divide(T.reinterpret(F32, extreme), T.float32(codec.limit))
         bits = self._rounded(quotient if given is None else given)
         exponent = T.bitwise_and(bits, T.uint32(0x7F800000))
-        self.is_known = scalars.temp(T.cast(T.And(is_finite, exponent != T.uint32(0)), I32), 1, I32)
+        self.is_known = temp(T.cast(T.And(is_finite, exponent != T.uint32(0)), I32), 1, I32)
         not_a_number = T.if_then_else(is_finite, T.uint32(0), T.uint32(0x7FC00000))
         is_known = self.is_known != 0
-        self.bits = scalars.temp(T.if_then_else(is_known, bits, not_a_number), 1, U32)
+        self.bits = temp(T.if_then_else(is_known, bits, not_a_number), 1, U32)
         divisor = T.if_then_else(is_known, T.reinterpret(F32, bits), T.float32(1))
-        self.inverse = _divide(T.float32(1), scalars.temp(divisor))
+        self.inverse = self.isa.divide(T.float32(1), temp(divisor))
 
     def store(self, pages: QuantizedPages, row: Sequence, group) -> None:
         """Store it as the scale of a group of a row."""
@@ -232,73 +224,73 @@ class _Scale:
         sums = Registers(2, F32, "sums")
         sums.fill(T.float32(0))
         for i in range(values.count):
-            scaled = scalars.temp(self._scaled(values[i]))
-            code = scalars.temp(self._nearest(scaled))
-            sums[0] = scalars.fused_multiply_add(code, scaled, sums[0])
-            sums[1] = scalars.fused_multiply_add(code, code, sums[1])
+            scaled = temp(self._scaled(values[i]))
+            code = temp(self._nearest(scaled))
+            sums[0] = self.isa.fused_multiply_add(code, scaled, sums[0])
+            sums[1] = self.isa.fused_multiply_add(code, code, sums[1])
         mask = 1
         while mask < lanes:
             for n in range(2):
-                sums[n] = sums[n] + shuffle_xor(sums[n], mask)
+                sums[n] = sums[n] + self.isa.shuffle_xor(sums[n], mask)
             mask *= 2
         is_known = self.is_known != 0
-        ratio = _divide(sums[0], scalars.temp(T.if_then_else(is_known, sums[1], T.float32(1))))
+        ratio = self.isa.divide(sums[0], temp(T.if_then_else(is_known, sums[1], T.float32(1))))
         fitted = self._rounded(T.reinterpret(F32, self.bits) * ratio)
         exponent = T.bitwise_and(fitted, T.uint32(0x7F800000))
         is_fitted = T.And(is_known, exponent != T.uint32(0))
-        self.bits = scalars.temp(T.if_then_else(is_fitted, fitted, self.bits), 1, U32)
+        self.bits = temp(T.if_then_else(is_fitted, fitted, self.bits), 1, U32)
 
     def code(self, value):
         """The bits of the code that is nearest to a value of the group: uint32."""
         scaled = self._scaled(value)
         if not self.codec.is_integer:
-            return _float_code(scaled)
+            return _float_code(self.isa, scaled)
         code = T.cast(self._nearest(scaled), I32)
         if self.codec.is_packed:
             code = code - self.codec.lowest
-        return scalars.temp(T.cast(T.bitwise_and(code, 0xFF), U32), 1, U32)
+        return temp(T.cast(T.bitwise_and(code, 0xFF), U32), 1, U32)
 
     def _scaled(self, value):
         """A value in units of the scale that its code is chosen by."""
         value = T.if_then_else(self.is_known != 0, value, T.float32(0))
-        return scalars.fused_multiply_add(scalars.temp(value), self.inverse, T.float32(0))
+        return self.isa.fused_multiply_add(temp(value), self.inverse, T.float32(0))
 
     def _nearest(self, scaled):
         """The nearest integer among the codes, as a number."""
         lowest, highest = self.codec.lowest, self.codec.highest
-        return T.min(T.max(scalars.rint(scaled), T.float32(lowest)), T.float32(highest))
+        return T.min(T.max(self.isa.rint(scaled), T.float32(lowest)), T.float32(highest))
 
     def _rounded(self, scale):
         """The bits of a scale rounded to the codec's type, as a float32 number: uint32."""
-        bits = scalars.temp(T.reinterpret(U32, scale), 1, U32)
+        bits = temp(T.reinterpret(U32, scale), 1, U32)
         if self.codec.scale_dtype == "bfloat16":
             odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
             bits = T.bitwise_and(bits + T.uint32(0x7FFF) + odd, T.uint32(0xFFFF0000))
-            bits = scalars.temp(bits, 1, U32)
+            bits = temp(bits, 1, U32)
         return bits
 
 
-def _float_code(value):
+def _float_code(isa, value):
     """The nearest number with four bits of exponent and three of mantissa."""
-    bits = scalars.temp(T.reinterpret(U32, value), 1, U32)
+    bits = temp(T.reinterpret(U32, value), 1, U32)
     sign = T.bitwise_and(T.shift_right(bits, T.uint32(24)), T.uint32(0x80))
     size = T.reinterpret(F32, T.bitwise_and(bits, T.uint32(0x7FFFFFFF)))
-    size = scalars.temp(T.min(size, T.float32(448.0)))
-    magnitude = scalars.temp(T.reinterpret(U32, size), 1, U32)
+    size = temp(T.min(size, T.float32(448.0)))
+    magnitude = temp(T.reinterpret(U32, size), 1, U32)
     odd = T.bitwise_and(T.shift_right(magnitude, T.uint32(20)), T.uint32(1))
     rounded = T.shift_right(magnitude + T.uint32(0x7FFFF) + odd, T.uint32(20))
     normal = rounded - T.uint32((127 - 7) << 3)
-    small = T.cast(T.cast(scalars.rint(size * T.float32(512.0)), I32), U32)
+    small = T.cast(T.cast(isa.rint(size * T.float32(512.0)), I32), U32)
     code = T.if_then_else(size < T.float32(2.0**-6), small, normal)
-    return scalars.temp(T.bitwise_or(code, sign), 1, U32)
+    return temp(T.bitwise_or(code, sign), 1, U32)
 
 
 def _float_of(code):
     """The number that an 8-bit floating-point code stands for."""
-    code = scalars.temp(code, 1, U32)
+    code = temp(code, 1, U32)
     sign = T.shift_left(T.bitwise_and(code, T.uint32(0x80)), T.uint32(24))
     size = T.bitwise_and(code, T.uint32(0x7F))
     normal = T.reinterpret(F32, T.shift_left(size + T.uint32((127 - 7) << 3), T.uint32(20)))
     small = T.cast(T.cast(size, I32), F32) * T.float32(2.0**-9)
-    value = scalars.temp(T.if_then_else(size < T.uint32(8), small, normal))
+    value = temp(T.if_then_else(size < T.uint32(8), small, normal))
     return T.reinterpret(F32, T.bitwise_or(T.reinterpret(U32, value), sign))

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ...cuda import scalars
-from ...cuda.elements import ACCESS_BYTES, copy_elements, load_floats, run_length, store_floats
-from ...cuda.emit import F32, Registers, index_temp, opaque
+from ...define import ACCESS_BYTES
 from ...layout import K_PLANE, QuantizedPages, TwoWidths, rows_of
 from ...script import inline
 from ...semantics.softmax import selected
 from ...spec import STORED_ITEMSIZE
+from ..registers import F32, Registers, index_temp, run_length
 from .cos_sin import CosSin
 from .quantized_rows import QuantizedRows
 from .worker import Teams, Worker
@@ -72,7 +71,7 @@ class RowCopy:
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
         """Load some numbers of a row."""
-        return load_floats(self.source, (*row, column), count)
+        return self.worker.isa.load_floats(self.source, (*row, column), count)
 
 
 @inline
@@ -82,7 +81,8 @@ def copy_runs(teams, source, source_row, sink, sink_row, begin):
     if length > 0:
         for run in teams.runs(_num_runs(source, sink, begin)):
             column = begin + run * length
-            copy_elements(sink, (*sink_row, column), source, (*source_row, column), length)
+            to, of = T.meta_var(((*sink_row, column), (*source_row, column)))
+            teams.worker.isa.copy_elements(sink, to, source, of, length)
 
 
 def _run_length(source, sink, begin: int = 0) -> int:
@@ -146,19 +146,21 @@ class RowRotation:
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
         """Load some numbers of a row."""
-        return load_floats(self.source, (*row, column), count)
+        return self.worker.isa.load_floats(self.source, (*row, column), count)
 
     def _rotate_run(self, cos_sin, start, source_row: Sequence, sink_row: Sequence) -> None:
-        start = opaque(start)  # or cosines and sines stay in registers from row to row
+        isa = self.worker.isa
+        start = isa.opaque(start)  # or cosines and sines stay in registers from row to row
         columns = (start, start + self.half)
-        first, second = (load_floats(self.source, (*source_row, c), self.length) for c in columns)
+        indices = ((*source_row, column) for column in columns)
+        first, second = (isa.load_floats(self.source, i, self.length) for i in indices)
         results = [Registers(self.length, F32, "rotated") for _ in range(2)]
         for e in range(self.length):
             cos, sin = cos_sin.at(start + e)
             results[0][e] = first[e] * cos - second[e] * sin
             results[1][e] = second[e] * cos + first[e] * sin
         for column, values in zip(columns, results, strict=True):
-            store_floats(self.sink, (*sink_row, column), values)
+            isa.store_floats(self.sink, (*sink_row, column), values)
 
 
 class RotatedRows:
@@ -166,6 +168,7 @@ class RotatedRows:
 
     def __init__(self, source, cos_sin: CosSin):
         self.source, self.cos_sin, self.half = source, cos_sin, cos_sin.half
+        self.isa = cos_sin.worker.isa
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
         """Load some numbers of a row."""
@@ -182,13 +185,13 @@ class RotatedRows:
     def _rotate(self, row: Sequence, column, count: int, numbers: Registers) -> None:
         """Rotate a run of columns, all of which are of one half, or behind both."""
         half = self.half
-        own = load_floats(self.source, (*row, column), count)
+        own = self.isa.load_floats(self.source, (*row, column), count)
         for i in range(count):
             numbers[i] = own[i]
         with T.If(column < 2 * half), T.Then():
             is_first = index_temp(T.cast(column < half, "int32")) != 0
             partner = T.if_then_else(is_first, column + half, column - half)
-            partner = load_floats(self.source, (*row, partner), count)
+            partner = self.isa.load_floats(self.source, (*row, partner), count)
             start = index_temp(T.if_then_else(is_first, column, column - half))
             for i in range(count):
                 cos, sin = self.cos_sin.at(start + i)
@@ -207,6 +210,7 @@ class RowBlend:
 
     def __init__(self, worker: Worker):
         width = int(worker.computed[0].shape[-1])
+        self.worker = worker
         self.buffers, self.length = worker.computed, run_length(width)
         self.teams = Teams(worker, width // self.length)
 
@@ -221,12 +225,12 @@ class RowBlend:
             self._blend_run((*index, run * self.length), weights)
 
     def _blend_run(self, index, weights: Sequence) -> None:
-        loaded = [load_floats(buffer, index, self.length) for buffer in self.buffers]
+        isa, length = self.worker.isa, self.length
+        loaded = [isa.load_floats(buffer, index, length) for buffer in self.buffers]
         values = Registers(self.length, F32, "blended")
         for e in range(self.length):
             terms = [
-                selected(x[e], weight, 1, scalars)
-                for x, weight in zip(loaded, weights, strict=True)
+                selected(x[e], weight, 1, isa) for x, weight in zip(loaded, weights, strict=True)
             ]
             values[e] = functools.reduce(lambda a, b: a + b, terms)
-        store_floats(self.buffers[0], index, values)
+        isa.store_floats(self.buffers[0], index, values)

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from ...cuda import scalars
-from ...cuda.elements import ACCESS_BYTES
-from ...cuda.emit import F32, WARP, Variable, index_temp, launch, sync_block
-from ...cuda.launcher import workspace
-from ...cuda.warp import shuffle_xor
+from ...define import ACCESS_BYTES
 from ...script import opened
 from ...spec import ITEMSIZE, KernelSpec
+from ..isa import isa_of
+from ..registers import F32, WARP, Variable, index_temp
 
 THREADS = 128
 WARPS = THREADS // WARP
@@ -34,18 +32,18 @@ class Worker:
         Those with rows of numbers that are blended.
     """
 
-    arithmetic = scalars
     lanes = 1
 
     def __init__(self, spec: KernelSpec, computed: Sequence = ()):
         self.spec, self.computed = spec, computed
+        self.isa = self.arithmetic = isa_of(spec.target)
         self.thread = self.shared = None
 
     def items(self, count, item_bytes):
         """Launch a block for each of the items, which do not depend on each other."""
         blocks = T.cast(count, "int32")
         min_blocks = 0 if self.spec.codec else MIN_BLOCKS[ITEMSIZE[self.spec.dtype]]
-        (block,), self.thread = opened(launch([blocks], THREADS, min_blocks))
+        (block,), self.thread = opened(self.isa.launch([blocks], THREADS, min_blocks))
         if self.spec.codec is not None and self.spec.codec.bits == 4:
             # Cosines and sines, and behind them the row that each warp quantizes.
             size = max(1, self.spec.rope.rotary_dim // 2)
@@ -57,7 +55,7 @@ class Worker:
 
     def sync(self) -> None:
         """Let all threads see what the others wrote."""
-        sync_block()
+        self.isa.sync_block()
 
     def table(self, rows: int, size: int):
         """Return a float32 array ``[rows, size]`` in shared memory; a block can have one."""
@@ -95,22 +93,22 @@ class Worker:
         A kernel of one block finds it for all blocks of the next one: each of them would look at
         all values, and there is one for each value.
         """
-        found = opened(workspace((1,), "largest"))
-        with launch([1], MAXIMUM_THREADS) as (_, thread):
+        found = opened(self.isa.workspace((1,), "largest"))
+        with self.isa.launch([1], MAXIMUM_THREADS) as (_, thread):
             num_warps = MAXIMUM_THREADS // WARP
             of_warps = T.alloc_buffer((num_warps,), "int32", scope="shared.dyn")
             largest, lane = Variable(T.int32(-1)), index_temp(T.truncmod(thread, WARP))
 
             def combine() -> None:
                 for mask in (1, 2, 4, 8, 16):
-                    largest.set(T.max(largest.get(), shuffle_xor(largest.get(), mask)))
+                    largest.set(T.max(largest.get(), self.isa.shuffle_xor(largest.get(), mask)))
 
             with T.serial(thread, T.cast(count, "int32"), step=MAXIMUM_THREADS) as i:
                 largest.set(T.max(largest.get(), values[i]))
             combine()
             with T.If(lane == 0), T.Then():
                 T.buffer_store(of_warps, largest.get(), [T.truncdiv(thread, WARP)])
-            sync_block()
+            self.isa.sync_block()
             largest.set(of_warps[T.truncmod(lane, num_warps)])
             combine()
             with T.If(thread == 0), T.Then():

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import U32, Registers, ptx, sync_block
 from ...releases import buffer_of
 from ...script import inline
+from ..registers import U32, Registers
 from ..tiles.tiling import Tiling
 
 # Words past the tables: variables first, then the words of `NonFiniteGuard`.
@@ -18,40 +18,36 @@ NUM_VARIABLES = 10
 
 @T.meta_class
 class BlockMemory:
-    """Pointers to the tables of a block, and its variables that are not in registers.
+    """The places of the tables of a block, and its variables that are not in registers.
 
     Passes over columns need the registers, so variables that say what the block does are stored
     before them and loaded when they are needed again.
 
     Parameters
     ----------
-    memory : uint8 Buffer in the scope "shared.dyn"
+    shared : SharedMemory
     begin : int
         The first byte past the tiles.
     tiling : Tiling
-    has_barrier : bool
-        Whether `store` lets one thread write and synchronises the block afterwards. Without the
-        barrier, every thread writes the same values: on some chips the barrier costs registers
-        that the kernel does not have.
     """
 
-    def __init__(self, memory, begin: int, tiling: Tiling, has_barrier: bool):
-        self.memory, self.begin, self.variables = memory, begin, ()
-        self.has_barrier = has_barrier
+    def __init__(self, shared, begin: int, tiling: Tiling):
+        self.shared, self.isa = shared, shared.isa
+        self.begin, self.variables = begin, ()
         self.bounds_begin = begin + tiling.table_bytes
         self.words_begin = self.bounds_begin + tiling.rows * 8
 
     def position(self, i):
-        """Return a pointer to the position of column i of a tile of columns: 4 bytes."""
-        return self.memory.ptr_to([self.begin + i * 4])
+        """Return the byte of the position of column i of a tile of columns: 4 bytes."""
+        return self.begin + i * 4
 
     def bounds(self, row):
-        """Return a pointer to a row's first visible column and the one after its last: 8 bytes."""
-        return self.memory.ptr_to([self.bounds_begin + row * 8])
+        """Return the byte of a row's first visible column and the one after its last: 8 bytes."""
+        return self.bounds_begin + row * 8
 
     def word(self, i: int):
-        """Return a pointer to word i past the tables."""
-        return self.memory.ptr_to([self.words_begin + i * 4])
+        """Return the byte of word i past the tables."""
+        return self.words_begin + i * 4
 
     @inline
     def store(self, variables, thread):
@@ -59,10 +55,10 @@ class BlockMemory:
 
         All threads must have loaded the variables of the last call by then.
         """
-        if self.has_barrier:
+        if self.isa.stores_once:
             if thread == 0:
                 self.put(variables)
-            sync_block()
+            self.isa.sync_block()
         else:
             self.put(variables)
 
@@ -70,12 +66,12 @@ class BlockMemory:
         """Store the variables of one thread; those past `NUM_VARIABLES` stay in registers."""
         self.variables = tuple(variables)[:NUM_VARIABLES]
         for i, variable in enumerate(self.variables):
-            ptx("st.shared.b32", self.word(i), T.cast(variable, U32))
+            self.shared.store(self.word(i), T.cast(variable, U32))
 
     def load(self) -> None:
         """Load the variables that were stored."""
         words = Registers(len(self.variables), U32, "words")
         for i in range(words.count):
-            ptx("ld.shared.b32", words[i], self.word(i))
+            self.shared.load([words[i]], self.word(i))
         for i, variable in enumerate(self.variables):
             T.buffer_store(buffer_of(variable), T.cast(words[i], "int32"), [0])

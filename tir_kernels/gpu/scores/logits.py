@@ -5,22 +5,22 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import F32, I32
-from ...cuda.scalars import exp2, lookup, temp
 from ...script import inline
 from ...semantics.softmax import HIDDEN
 from ...spec import LOG2E, KernelSpec
+from ..isa import isa_of
+from ..registers import F32, I32, temp
 from .softmax import scale_all
 
 
-def soft_cap(score, cap: float | None):
+def soft_cap(isa, score, cap: float | None):
     """Cap a score, which is a logit times log2(e); the score itself without a cap.
 
     ``tanh(x) = 1 - 2 / (exp(2 * x) + 1)``: its absolute error counts, not the relative one.
     """
     if cap is None:
         return score
-    power = exp2(score * T.float32(2 / cap))
+    power = isa.exp2(score * T.float32(2 / cap))
     share = temp(T.float32(2) / (power + T.float32(1)))
     return T.float32(cap * LOG2E) * (T.float32(1) - share)
 
@@ -41,6 +41,7 @@ class Logits:
     """
 
     def __init__(self, spec: KernelSpec, rows: int, lane, leaves_scale: bool = False):
+        self.isa = isa_of(spec.target)
         self.cap, self.rows, self.lane = spec.logit_softcap, rows, lane
         self.slopes = tuple(slope * LOG2E for slope in spec.alibi_slopes or ())
         self.has_alibi = bool(self.slopes)
@@ -52,7 +53,7 @@ class Logits:
     @inline
     def set_row(self, h, head, position):
         """Let row h be the query of a head at a position; only ALiBi needs to know."""
-        self.slope[h] = lookup(self.slopes, head)
+        self.slope[h] = self.isa.lookup(self.slopes, head)
         self.own_position[h] = position
 
     def column(self, n, e):
@@ -81,7 +82,7 @@ class Logits:
             for n in T.unroll(scores.shape[0]):
                 for h in T.unroll(scores.shape[1]):
                     for e in T.unroll(2):
-                        scores[n, h, e] = soft_cap(scores[n, h, e] * factor, self.cap)
+                        scores[n, h, e] = soft_cap(self.isa, scores[n, h, e] * factor, self.cap)
                         if self.has_alibi:
                             distance = T.meta_var(
                                 position(self.column(n, e)) - self.own_position[h]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import I32, U32, Registers, opaque, ptx
 from ...script import inline
 from ...semantics.sequence_gap import SequenceGap
 from ...semantics.visibility import CausalMask, Span, WholeSequence
+from ..registers import I32, U32, Registers
 from ..tiles.tiling import Tiling
 from .block_memory import BlockMemory
 from .query_rows import QueryRows
@@ -121,13 +121,13 @@ class TileMask:
         first = T.meta_var(self.rows.joint_row)
         last = T.meta_var(first + self.tiling.joint_rows - 1)
         self.joint_end = T.if_then_else(self.rows.exists(first), self.row_end(last), 0)
-        own = opaque(thread)
+        own = self.memory.isa.opaque(thread)
         for turn in T.serial(T.ceildiv(self.tiling.rows, self.tiling.num_threads)):
             row = turn * self.tiling.num_threads + own
             if row < self.tiling.rows:
                 begin = T.meta_var(T.cast(self.row_begin(row, span), U32))
                 end = T.meta_var(T.cast(T.min(self.row_end(row), span.end), U32))
-                ptx("st.shared.v2.b32", self.memory.bounds(row), begin, end)
+                self.memory.shared.store(self.memory.bounds(row), begin, end)
 
     def hides_some(self, first):
         """Whether a row does not see some column of the tile that begins at `first`."""
@@ -144,7 +144,7 @@ class TileMask:
         bounds = Registers(2 * self.rows.count, U32, "bounds")
         for h in range(self.rows.count):
             pair = [bounds[2 * h + i] for i in range(2)]
-            ptx("ld.shared.v2.b32", *pair, self.memory.bounds(self.rows.own(h)))
+            self.memory.shared.load(pair, self.memory.bounds(self.rows.own(h)))
         return bounds
 
     def _is_visible(self, bounds: Registers, first, h, column):

@@ -15,11 +15,9 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import F32, I32, U32, WARP, Registers, ptx, sync_block
-from ...cuda.scalars import fused_multiply_add
-from ...cuda.warp import shuffle_xor
 from ...script import inline
 from ...spec import KernelSpec
+from ..registers import F32, I32, U32, WARP, Registers
 from ..tiles.tiling import Tiling
 from .block_memory import NUM_VARIABLES, BlockMemory
 from .query_rows import QueryRows
@@ -63,6 +61,7 @@ class NonFiniteGuard:
         sync: Callable,
     ):
         self.width, self.tiling, self.rows = spec.v_head_dim, tiling, rows
+        self.isa, self.shared = memory.isa, memory.shared
         self.memory, self.is_needed = memory, is_needed and tiling.codes is None
         self.sync = sync
         self.num_words = -(-tiling.positions // WARP)
@@ -90,7 +89,7 @@ class NonFiniteGuard:
     def begin_pass(self):
         """Note that no row has been found that needs care; a barrier has to follow."""
         if self.is_needed:
-            ptx("st.shared.b32", self.memory.word(_NEEDED), T.uint32(0))
+            self.shared.store(self.memory.word(_NEEDED), T.uint32(0))
 
     @inline
     def begin_tile(self, pipeline, stage):
@@ -107,17 +106,17 @@ class NonFiniteGuard:
             words = T.alloc_local((4,), U32, layout=None)
             if position < self.tiling.positions:
                 for chunk in T.serial(pipeline.v_chunks):
-                    pointer = T.meta_var(pipeline.v.pointer(stage, position, chunk))
-                    ptx("ld.shared.v4.b32", *[words[i] for i in range(4)], pointer)
+                    place = T.meta_var(pipeline.v.place(stage, position, chunk))
+                    self.shared.load([words[i] for i in range(4)], place)
                     if self._any_not_finite(words):
                         bit = T.shift_left(T.uint32(1), T.cast(position % WARP, U32))
-                        ptx("st.shared.v4.b32", pointer, *[T.uint32(0)] * 4)
+                        self.shared.store(place, *[T.uint32(0)] * 4)
             for i in T.unroll(5):
-                bit = T.bitwise_or(bit, shuffle_xor(bit, T.shift_left(1, i)))
+                bit = T.bitwise_or(bit, self.isa.shuffle_xor(bit, T.shift_left(1, i)))
             if T.And(self.rows.lane == 0, position < self.tiling.positions):
                 for word in T.unroll(self.num_words):
                     if T.truncdiv(position, WARP) == word:
-                        ptx("st.shared.b32", self.memory.word(_FIRST_WORD + word), bit)
+                        self.shared.store(self.memory.word(_FIRST_WORD + word), bit)
         self.sync()
 
     def _any_not_finite(self, words):
@@ -146,7 +145,7 @@ class NonFiniteGuard:
     def _marks(self) -> Registers:
         words = Registers(self.num_words, U32, "marked")
         for i in range(words.count):
-            ptx("ld.shared.b32", words[i], self.memory.word(_FIRST_WORD + i))
+            self.shared.load([words[i]], self.memory.word(_FIRST_WORD + i))
         return words
 
     @staticmethod
@@ -169,15 +168,15 @@ class NonFiniteGuard:
                     for e in T.unroll(2):
                         # Adds 0, or NaN for what is not finite.
                         value = T.meta_var(self._column(softmax.output, n, h, e, v_begin))
-                        check[h] = fused_multiply_add(value, T.float32(0), check[h])
+                        check[h] = self.isa.fused_multiply_add(value, T.float32(0), check[h])
             if functools.reduce(T.Or, [self._is_wrong(check, softmax, h) for h in self.own_rows]):
-                ptx("st.shared.b32", self.memory.word(_NEEDED), T.uint32(1))
-            sync_block()
+                self.shared.store(self.memory.word(_NEEDED), T.uint32(1))
+            self.isa.sync_block()
             needed = T.uint32(0)
-            ptx("ld.shared.b32", needed, self.memory.word(_NEEDED))
+            self.shared.load([needed], self.memory.word(_NEEDED))
             if T.And(self.mode == _QUICK, needed != T.uint32(0)):
                 self.mode = _CAREFUL
-                sync_block()  # all have seen the word
+                self.isa.sync_block()  # all have seen the word
             else:
                 self.mode = _DONE
         else:

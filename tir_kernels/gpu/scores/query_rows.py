@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import I32, WARP, opaque
 from ...script import inline
 from ...spec import KernelSpec
+from ..isa import isa_of
+from ..registers import I32, WARP
 from ..tiles.kv_rows import as_int64
 from ..tiles.tiling import Tiling
 
@@ -37,6 +38,7 @@ class QueryRows:
     """
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, work):
+        self.isa = isa_of(spec.target)
         self.group, self.work, self.row_ids = spec.group_size, work, work.items.row_ids
         self.warp_rows, self.count = tiling.warp_rows, tiling.rows_of_thread
         self.joint_rows, self.tiling = tiling.joint_rows, tiling
@@ -45,7 +47,7 @@ class QueryRows:
     @inline
     def begin(self, thread):
         """Find the thread's rows anew, so that registers keep nothing that depends on them."""
-        self.thread = opaque(thread)
+        self.thread = self.isa.opaque(thread)
         self.lane = T.truncmod(self.thread, WARP)
         warp = T.meta_var(T.truncdiv(self.thread, WARP))
         if self.tiling.warp_slices > 1:

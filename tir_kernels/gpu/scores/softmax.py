@@ -14,12 +14,9 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ...cuda import scalars
-from ...cuda.emit import F32
-from ...cuda.scalars import exp2, fused_multiply_add, log2
-from ...cuda.warp import any_of, over_lanes
 from ...script import inline
 from ...semantics.softmax import NO_SUM, NOTHING_SEEN, with_sink
+from ..registers import F32
 
 ROWS = 2  # of a thread, in an instruction
 ROW_LANES = 4  # that share a row
@@ -77,6 +74,7 @@ class OnlineSoftmax:
 
     Parameters
     ----------
+    isa : Isa
     num_columns : int
         Of the output.
     rows : int
@@ -92,8 +90,8 @@ class OnlineSoftmax:
         After `finish`, the base-2 logs of the sums of exponentials.
     """
 
-    def __init__(self, num_columns: int, rows: int = ROWS):
-        self.rows = rows
+    def __init__(self, isa, num_columns: int, rows: int):
+        self.isa, self.rows = isa, rows
         self.row_max, self.row_sum, self.factor, self.lse = (
             T.alloc_local((rows,), F32, layout=None) for _ in range(4)
         )
@@ -126,11 +124,11 @@ class OnlineSoftmax:
             for n in T.unroll(scores.shape[0]):
                 for e in T.unroll(2):
                     top[h] = T.max(top[h], scores[n, h, e])
-            top[h] = over_lanes(top[h], T.max, ROW_LANES)
+            top[h] = self.isa.over_lanes(top[h], T.max, ROW_LANES)
         grows = T.meta_var([self._grows(top[h], h, factor) for h in range(self.rows)])
-        if any_of(functools.reduce(T.Or, grows)):
+        if self.isa.any_of(functools.reduce(T.Or, grows)):
             for h in T.unroll(self.rows):
-                self.factor[h] = exp2(scaled(self.row_max[h] - top[h], factor))
+                self.factor[h] = self.isa.exp2(scaled(self.row_max[h] - top[h], factor))
                 self.row_max[h] = top[h]
                 self.row_sum[h] *= self.factor[h]
             scale_rows(self.output, self.factor)
@@ -138,7 +136,7 @@ class OnlineSoftmax:
             top[h] = scaled(self.row_max[h], factor)
             for n in T.unroll(scores.shape[0]):
                 for e in T.unroll(2):
-                    scores[n, h, e] = exp2(self._below(scores[n, h, e], top[h], factor))
+                    scores[n, h, e] = self.isa.exp2(self._below(scores[n, h, e], top[h], factor))
                     self.row_sum[h] += scores[n, h, e]
 
     def _grows(self, top, h, factor):
@@ -146,11 +144,10 @@ class OnlineSoftmax:
             return top > self.row_max[h] + T.float32(SLACK)
         return (top - self.row_max[h]) * factor > T.float32(SLACK)
 
-    @staticmethod
-    def _below(score, top, factor):
+    def _below(self, score, top, factor):
         if factor is None:
             return score - top
-        return fused_multiply_add(score, factor, T.float32(0) - top)
+        return self.isa.fused_multiply_add(score, factor, T.float32(0) - top)
 
     @inline
     def finish(self, sink_of: Callable = lambda h: None, factor=None):
@@ -162,17 +159,17 @@ class OnlineSoftmax:
         for h in T.unroll(self.rows):
             if factor is not None:
                 self.row_max[h] = T.max(self.row_max[h] * factor, T.float32(NOTHING_SEEN))
-            summed = over_lanes(self.row_sum[h], operator.add, ROW_LANES)
+            summed = self.isa.over_lanes(self.row_sum[h], operator.add, ROW_LANES)
             top, weight, total = T.meta_var(self._with_sink(h, summed, sink_of(h)))
             # Not its opposite: the sum of a row that has seen something that is not a number is
             # NaN, and so are the row and its log.
             is_empty = T.meta_var(total <= T.float32(NO_SUM))
             minus_infinity = T.meta_var(T.reinterpret(F32, T.uint32(0xFF800000)))
             self.factor[h] = T.if_then_else(is_empty, T.float32(0), weight / total)
-            self.lse[h] = T.if_then_else(is_empty, minus_infinity, top + log2(total))
+            self.lse[h] = T.if_then_else(is_empty, minus_infinity, top + self.isa.log2(total))
         scale_rows(self.output, self.factor)
 
     def _with_sink(self, h, total, sink) -> tuple:
         if sink is None:
             return self.row_max[h], T.float32(1), total
-        return with_sink(sink, self.row_max[h], total, scalars)
+        return with_sink(sink, self.row_max[h], total, self.isa)

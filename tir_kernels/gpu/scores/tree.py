@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import I32, U32, Registers, ptx, sync_block
 from ...script import inline
 from ...semantics.visibility import NO_LIMIT, first_in_window
+from ..registers import I32, U32, Registers
 from ..tiles.tiling import Tiling
 from .block_memory import BlockMemory
 from .query_rows import QueryRows
@@ -139,8 +139,8 @@ class TreeMask(NoTree):
                 if T.And(node >= 0, node < self.num_nodes):
                     self._find_depth(node)
                     position = self.start + self.depth
-                ptx("st.shared.b32", self.memory.position(i), T.cast(position, U32))
-        sync_block()
+                self.memory.shared.store(self.memory.position(i), T.cast(position, U32))
+        self.memory.isa.sync_block()
 
     def shared_end(self, end):
         """Return where the nodes begin at the latest, of which rows see different ones."""
@@ -153,7 +153,7 @@ class TreeMask(NoTree):
     def position(self, first, column):
         """Nodes are as far behind the columns before the tree as they are deep."""
         word = Registers(1, U32, "position")
-        ptx("ld.shared.b32", word[0], self.memory.position(column))
+        self.memory.shared.load([*word], self.memory.position(column))
         return T.cast(word[0], I32)
 
     def is_visible(self, first, column, h):

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import I32
 from ...script import inline
 from ...semantics.sequence_gap import SequenceGap
 from ...semantics.visibility import Span, WindowMask
+from ..registers import I32
 
 
 @T.meta_class

@@ -11,22 +11,12 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.elements import pack, unpack
-from ...cuda.emit import F32, U32, Registers, index_temp, ptx
-from ...cuda.products.codes import (
-    HIGH_HALVES,
-    LOW_HALVES,
-    multiply_pairs,
-    narrow_dtype,
-    permute,
-    widen,
-)
-from ...cuda.scalars import fused_multiply_add, temp
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ...spec import KernelSpec
+from ..registers import F32, U32, Registers, index_temp, temp
 from .code_tiling import WORD_BYTES
-from .pipeline import KvPipeline, copy_bytes
+from .pipeline import KvPipeline
 from .row_scales import RowScales, inverse, power_of_two
 from .shared_tiles import SharedTiles
 from .tiling import THREADS_PER_ROW, BlockTiling
@@ -109,8 +99,9 @@ class CodePipeline(KvPipeline):
         for turn in T.unroll(-(-self.codes.slot_words // THREADS_PER_ROW)):
             word = turn * THREADS_PER_ROW + self.chunk
             if word < self.codes.slot_words:
-                source = T.meta_var(self.rows.scale_pointer(*self._plane_of(word, i, position)))
-                copy_bytes(self.word_pointer(stage, row, word), source, WORD_BYTES, word_size)
+                source = T.meta_var(self.rows.scale_source(*self._plane_of(word, i, position)))
+                to = T.meta_var(self.word_place(stage, row, word))
+                self.memory.copy(to, source, WORD_BYTES, word_size)
 
     @inline
     def _copy_codes(self, plane: int, tiles, row_bytes: int, at):
@@ -131,54 +122,54 @@ class CodePipeline(KvPipeline):
     def _copy_unit(self, plane: int, tiles: SharedTiles, byte, at: tuple) -> None:
         i, position, size, stage = at
         row = i * self.row_step + self.row
-        to = tiles.pointer(stage, row, T.truncdiv(byte, 16), T.truncmod(byte, 16))
+        to = tiles.place(stage, row, T.truncdiv(byte, 16), T.truncmod(byte, 16))
         first_byte = self.v_begin if plane == V_PLANE and self._is_sliced else 0
-        source = self.rows.code_pointer(plane, i, position, first_byte + byte)
-        copy_bytes(to, source, self.codes.unit_bytes, size)
+        source = self.rows.code_source(plane, i, position, first_byte + byte)
+        self.memory.copy(to, source, self.codes.unit_bytes, size)
 
     def _plane_of(self, word, i, position) -> tuple:
-        """Return the arguments of `QuantizedRows.scale_pointer` for a word of a slot."""
+        """Return the arguments of `QuantizedRows.scale_source` for a word of a slot."""
         words = self.codes.scale_words
         if self.codes.is_latent:
             return 0, i, position, word
         return T.truncdiv(word, words), i, position, T.truncmod(word, words)
 
-    def word_pointer(self, stage, row, word, byte=0):
-        """Return the address of a word of the scales of a row of a stage, or of a byte of it."""
+    def word_place(self, stage, row, word, byte=0):
+        """Return the byte of a word of the scales of a row of a stage, or a later one of it."""
         size = self.codes.scales_bytes(self.tiling.positions)
         at = stage * size + (row * self.codes.slot_words + word) * WORD_BYTES
-        return self.memory.ptr_to([self.scales_begin + at + byte])
+        return self.scales_begin + at + byte
 
     # --- scales of groups of columns ------------------------------------------------------------
 
-    def _scale_pointer(self, first, stage, row, plane, group):
-        """Return the address of the scale of a group of columns of a row."""
+    def _scale_place(self, first, stage, row, plane, group):
+        """Return the byte of the scale of a group of columns of a row."""
         codes = self.codes
         word = 0 if codes.is_latent else plane * codes.scale_words
         if codes.scale_bits == 32:
-            return self.word_pointer(stage, row, word + group)
+            return self.word_place(stage, row, word + group)
         byte = group * 2
         if len(codes.groups) % 2:  # the first one may be the second half of a word
             byte = byte + self.rows.scale_shift(plane, first + row)
-        return self.word_pointer(stage, row, word, byte)
+        return self.word_place(stage, row, word, byte)
 
     def _group_scale(self, *at):
-        """The scale at a place, as `_scale_pointer` takes it."""
-        value, pointer = Registers(1, F32, "scale"), self._scale_pointer(*at)
+        """The scale at a place, as `_scale_place` takes it."""
+        value, place = Registers(1, F32, "scale"), self._scale_place(*at)
         if self.codes.scale_bits == 32:
-            ptx("ld.shared.f32", value[0], pointer)
+            self.memory.load([*value], place)
             return value[0]
         bits = Registers(1, "uint16", "bits")
-        ptx("ld.shared.b16", bits[0], pointer)
+        self.memory.load([*bits], place)
         return temp(T.reinterpret(F32, T.shift_left(T.cast(bits[0], U32), T.uint32(16))))
 
-    def _store_group_scale(self, pointer, value) -> None:
+    def _store_group_scale(self, place, value) -> None:
         """Replace a scale by another one, which has no more bits than it."""
         if self.codes.scale_bits == 32:
-            ptx("st.shared.f32", pointer, value)
+            self.memory.store(place, value)
             return
         bits = T.shift_right(T.reinterpret(U32, value), T.uint32(16))
-        ptx("st.shared.b16", pointer, T.cast(bits, "uint16"))
+        self.memory.store(place, T.cast(bits, "uint16"))
 
     @inline
     def _write_row_scales(self, first, stage):
@@ -194,12 +185,12 @@ class CodePipeline(KvPipeline):
                     self._make_ratios((first, stage, row, plane))
                 else:
                     self.row_scale = self._group_scale(first, stage, row, plane, 0)
-                ptx("st.shared.f32", self._row_scale_pointer(row, plane), self.row_scale)
+                self.memory.store(self._row_scale_place(row, plane), self.row_scale)
                 if self.codes.is_latent:
-                    ptx("st.shared.f32", self._row_scale_pointer(row, 1), self.row_scale)
+                    self.memory.store(self._row_scale_place(row, 1), self.row_scale)
 
-    def _row_scale_pointer(self, row, plane):
-        return self.scales.pointer(self.threads.index, row, plane)
+    def _row_scale_place(self, row, plane):
+        return self.scales.place(self.threads.index, row, plane)
 
     @inline
     def _make_ratios(self, at):
@@ -215,21 +206,21 @@ class CodePipeline(KvPipeline):
             for group in T.serial(len(self.codes.groups)):
                 of_group = self._group_scale(*at, group)
                 top = T.max(top, T.max(of_group, -of_group))
-                check = fused_multiply_add(of_group, T.float32(0), check)
+                check = self.isa.fused_multiply_add(of_group, T.float32(0), check)
             top = power_of_two(top)
         else:
             for group in T.unroll(len(self.codes.groups)):
                 of_group = self._group_scale(*at, group)
                 weight = T.meta_var(T.if_then_else(group == 0, T.float32(1), T.float32(_REST)))
                 top = T.max(top, of_group * weight)
-                check = fused_multiply_add(of_group, T.float32(0), check)
+                check = self.isa.fused_multiply_add(of_group, T.float32(0), check)
         self.row_scale = top + check
         factor = inverse(top)
         for group in T.serial(len(self.codes.groups)):
             of_group = self._group_scale(*at, group)
             is_finite = T.meta_var(T.max(of_group, -of_group) < T.float32(_FINITE))
             ratio = T.if_then_else(is_finite, of_group * factor, T.float32(0))
-            self._store_group_scale(self._scale_pointer(*at, group), ratio)
+            self._store_group_scale(self._scale_place(*at, group), ratio)
 
     # --- widening -------------------------------------------------------------------------------
 
@@ -252,10 +243,9 @@ class CodePipeline(KvPipeline):
 
     def _load_codes(self, source: SharedTiles, stage, row, byte) -> list:
         words = Registers(self.codes.widened_bytes // 4, U32, "codes")
-        taken = [words[i] for i in range(words.count)]
-        pointer = source.pointer(stage, row, T.truncdiv(byte, 16), T.truncmod(byte, 16))
-        ptx(f"ld.shared.v{words.count}.b32", *taken, pointer)
-        return taken
+        place = source.place(stage, row, T.truncdiv(byte, 16), T.truncmod(byte, 16))
+        self.memory.load([*words], place)
+        return [*words]
 
     @inline
     def _widen_words(self, words, to, row, column, at, half: int):
@@ -273,15 +263,14 @@ class CodePipeline(KvPipeline):
         codec, dtype = self.codes.codec, self.tiling.kv_dtype
         pairs = []
         for word in words:
-            even, odd = widen(codec, narrow_dtype(dtype), word, half)
-            pairs += [permute(even, odd, s) for s in (LOW_HALVES, HIGH_HALVES)]
+            pairs += self.isa.widen_codes(codec, self.isa.widened_dtype(dtype), word, half)
         ratio = self._group_scale(*at, self._group_of(column)) if self.has_ratios else None
         if dtype != F32 and ratio is None:
             return pairs
         if dtype != F32 and codec.bits == 4:
             factor = Registers(1, U32, "factor")
-            pack(factor[0], dtype, ratio, ratio)
-            return [multiply_pairs(dtype, pair, factor[0]) for pair in pairs]
+            self.isa.pack(factor[0], dtype, ratio, ratio)
+            return [self.isa.multiply_pairs(dtype, pair, factor[0]) for pair in pairs]
         return [word for pair in pairs for word in self._scaled(pair, ratio)]
 
     def _group_of(self, column):
@@ -294,20 +283,20 @@ class CodePipeline(KvPipeline):
     def _scaled(self, pair, ratio) -> list:
         """Return a pair of numbers times a ratio, if there is one: two words of float32, or one."""
         dtype, values = self.tiling.kv_dtype, Registers(2, F32, "values")
-        unpack(pair, narrow_dtype(dtype), values[0], values[1])
+        self.isa.unpack(pair, self.isa.widened_dtype(dtype), values[0], values[1])
         if ratio is not None:
             for e in range(2):
                 values[e] = values[e] * ratio
         if dtype == F32:
             return [T.reinterpret(U32, values[e]) for e in range(2)]
         word = Registers(1, U32, "word")
-        pack(word[0], dtype, values[0], values[1])
+        self.isa.pack(word[0], dtype, values[0], values[1])
         return [word[0]]
 
     def _store_words(self, to: SharedTiles, row, column, words: list) -> None:
         chunk, tile = T.truncdiv(column, to.layout.per_chunk), self.threads.index
         for i in range(0, len(words), 4):
-            ptx("st.shared.v4.b32", to.pointer(tile, row, chunk + i // 4), *words[i : i + 4])
+            self.memory.store(to.place(tile, row, chunk + i // 4), *words[i : i + 4])
 
 
 def kv_pipeline(spec: KernelSpec, tiling: BlockTiling, *arguments) -> KvPipeline:

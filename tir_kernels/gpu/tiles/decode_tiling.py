@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...cuda.emit import WARP
 from ...spec import KernelSpec
+from ..registers import WARP
 from .shared_tiles import TileLayout
 from .tiling import (
     LARGE_SHARED_BYTES,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import F32, WARP, Registers, index_temp, temp
-from ...cuda.warp import shuffle_xor
 from ...script import inline
+from ..registers import F32, WARP, Registers, index_temp, temp
 from .shared_tiles import SharedTiles
 from .tiling import BlockTiling
 
@@ -38,9 +37,9 @@ def hadamard_blocks(tiling: BlockTiling) -> tuple[list, list]:
     return q_blocks, blocks_of(0, codes.v_head_dim)
 
 
-def _combine_lanes(value, lane, mask: int):
+def _combine_lanes(isa, value, lane, mask: int):
     """Sum or difference of the values of two lanes."""
-    other = shuffle_xor(value, mask)
+    other = isa.shuffle_xor(value, mask)
     return other + T.Select(T.bitwise_and(lane, mask) == 0, value, -value)
 
 
@@ -75,14 +74,14 @@ def _rotate_row(tiles: SharedTiles, tile, row, blocks: list, lane) -> None:
             values[0] = tiles.load_float(tile, row, column)
         else:
             values = tiles.load_floats(tile, row, column, count)
-        rotate_registers(values, lane)
+        rotate_registers(tiles.isa, values, lane)
         if count == 1:
             tiles.store_float(tile, row, column, values[0])
         for i in range(0, count - 1, 2):
             tiles.store_pair(tile, row, column + i, values[i], values[i + 1])
 
 
-def rotate_registers(values: Registers, lane) -> None:
+def rotate_registers(isa, values: Registers, lane) -> None:
     """Multiply a block, of which each lane of a warp has `count` columns, by its matrix."""
     step = 1
     while step < values.count:
@@ -91,7 +90,7 @@ def rotate_registers(values: Registers, lane) -> None:
         step *= 2
     for mask in (1, 2, 4, 8, 16):
         for i in range(values.count):
-            values[i] = _combine_lanes(values[i], lane, mask)
+            values[i] = _combine_lanes(isa, values[i], lane, mask)
     factor = T.float32((values.count * WARP) ** -0.5)
     for i in range(values.count):
         values[i] = values[i] * factor
@@ -104,14 +103,14 @@ def _combine(values, i: tuple, j: tuple, factor=None) -> None:
         T.buffer_store(values, result if factor is None else result * factor, list(at))
 
 
-def rotate_accumulators(sums, blocks: list, lane) -> None:
+def rotate_accumulators(isa, sums, blocks: list, lane) -> None:
     """Multiply the rows of accumulators by the Hadamard blocks."""
     for first, size in blocks:
-        _rotate_columns(sums, first // 8, size // 8, lane)
+        _rotate_columns(isa, sums, first // 8, size // 8, lane)
 
 
 @inline
-def _rotate_columns(sums, begin: int, count: int, lane):
+def _rotate_columns(isa, sums, begin: int, count: int, lane):
     """Multiply `count` tiles of eight columns by one block."""
     rows = T.meta_var(sums.shape[1])
     for bit in T.unroll(2):  # of the number of a lane among those that share a row
@@ -119,7 +118,7 @@ def _rotate_columns(sums, begin: int, count: int, lane):
             for h in T.unroll(rows):
                 for e in T.unroll(2):
                     at = T.meta_var((begin + n, h, e))
-                    sums[at] = _combine_lanes(sums[at], lane, T.shift_left(1, bit))
+                    sums[at] = _combine_lanes(isa, sums[at], lane, T.shift_left(1, bit))
     factor = T.meta_var(T.float32((8 * count) ** -0.5))
     for n in T.unroll(count):
         for h in T.unroll(rows):

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ...cuda import scalars
-from ...cuda.emit import F32
 from ...script import inline
 from ...semantics.rope import has_rope, inverse_frequencies, sin_cos
 from ...spec import KernelSpec
+from ..isa import isa_of
+from ..registers import F32, temp
 from .pipeline import ThreadGroup
 from .shared_tiles import SharedTiles
 
@@ -33,7 +33,7 @@ class InlineRope:
     """
 
     def __init__(self, spec: KernelSpec, mode):
-        self.spec, self.mode = spec, mode
+        self.spec, self.mode, self.isa = spec, mode, isa_of(spec.target)
         self.may_rotate = has_rope(spec) and mode is not None
         self.half = spec.rope.rotary_dim // 2
         self.length = T.local_scalar("int32")
@@ -81,14 +81,14 @@ class InlineRope:
         scaled = T.cast(position, F32)
         if rope.scale != 1.0:
             scaled = scaled * T.float32(rope.scale)
-        frequency = scalars.lookup(inverse_frequencies(rope).inv_freq, i)
+        frequency = self.isa.lookup(inverse_frequencies(rope).inv_freq, i)
         if rope.kind == "longrope":
             original = dict(rope.scaling)["original_max_position_embeddings"]
-            of_long = scalars.lookup(inverse_frequencies(rope, use_long=True).inv_freq, i)
+            of_long = self.isa.lookup(inverse_frequencies(rope, use_long=True).inv_freq, i)
             frequency = T.Select(self.length > original, of_long, frequency)
-        rotation = sin_cos(scalars.temp(scaled) * frequency, 1, scalars)
+        rotation = sin_cos(temp(scaled) * frequency, 1, self.isa)
         factor = inverse_frequencies(rope).attention_factor
         if factor == 1.0:
             return rotation
-        scaled = (scalars.temp(x * T.float32(factor)) for x in (rotation.sin, rotation.cos))
+        scaled = (temp(x * T.float32(factor)) for x in (rotation.sin, rotation.cos))
         return type(rotation)(*scaled)

@@ -2,7 +2,7 @@
 """The K and V rows of a sequence and a KV head, for threads that copy tiles of them.
 
 A thread copies a few rows of each tile. It looks up their pages a tile ahead (`find`), so that the
-copies (`pointer`) do not wait for the page table; the rest is computed when it is needed, since
+copies (from `source`) do not wait for the page table; the rest is computed when it is needed, since
 registers are scarce.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import Registers, ptx
 from ...layout import K_PLANE, latent_index, row_index, rows_of, view_pages
 from ...releases import buffer_of
 from ...script import inline
 from ...semantics.rope import refuse_inline
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
+from ..isa import isa_of
 
 
 def with_page_views(spec: KernelSpec, a: PagedInputs) -> PagedInputs:
@@ -79,11 +79,11 @@ class PagedRows:
         entry = T.meta_var(self.first_entry + T.truncdiv(position, self.spec.page_size))
         self.page[i] = self.page_ids[entry]
 
-    def pointer(self, plane: int, i, position, column):
-        """Return a pointer to a column of the i-th row of K or V, which `find` found there."""
+    def source(self, plane: int, i, position, column):
+        """Return the buffer and index of a column of the i-th row of K or V; `find` found it."""
         page, slot = as_int64(self.page[i]), self._slot(position)
         rows = rows_of(self.pages, plane)
-        return rows.ptr_to(list(row_index(page, plane, self.head, slot, column)))
+        return rows, row_index(page, plane, self.head, slot, column)
 
     def _slot(self, position):
         return self.slot if self.slot is not None else T.truncmod(position, self.spec.page_size)
@@ -92,44 +92,43 @@ class PagedRows:
 class LatentRows(PagedRows):
     """The latent rows of MLA: K is the whole row, and V its first columns."""
 
-    def pointer(self, plane: int, i, position, column):
-        """Return a pointer to a column of the i-th row, which `find` found there."""
+    def source(self, plane: int, i, position, column):
+        """Return the buffer and index of a column of the i-th row, which `find` found there."""
         page, slot = as_int64(self.page[i]), self._slot(position)
-        return self.pages.ptr_to(list(latent_index(page, slot, column)))
+        return self.pages, latent_index(page, slot, column)
 
 
 class QuantizedRows(PagedRows):
     """Rows of `QuantizedPages`, of any kind of spec."""
 
-    def code_pointer(self, plane, i, position, byte):
-        """Return a pointer to a byte of the codes of the i-th row, which `find` found."""
+    def code_source(self, plane, i, position, byte):
+        """Return the buffer and index of a byte of the codes of the i-th row."""
         row_bytes = self.spec.codec.row_bytes(self.spec.qk_head_dim)
-        return self._byte_pointer(i, self._row(plane, position) * row_bytes + byte)
+        return self._byte_source(i, self._row(plane, position) * row_bytes + byte)
 
-    def scale_pointer(self, plane, i, position, word):
-        """Return a pointer to a word of the i-th row's scales; the first may begin before them."""
+    def scale_source(self, plane, i, position, word):
+        """Return the buffer and index of a word of the i-th row's scales, from a whole word on."""
         scale = word * self.scales_per_word
         if self.may_shift:
             scale = scale - T.truncdiv(self.scale_shift(plane, position), 2)
         itemsize = 4 // self.scales_per_word
         scale = self._row(plane, position) * len(self.pages.groups) + scale
-        return self._byte_pointer(i, self.pages.scales_begin + scale * itemsize)
+        return self._byte_source(i, self.pages.scales_begin + scale * itemsize)
 
     def _row(self, plane, position):
         """Rows of a page before one."""
         head = 0 if self.spec.is_latent else plane * self.spec.num_kv_heads + self.head
         return head * self.spec.page_size + self._slot(position)
 
-    def _byte_pointer(self, i, byte):
-        """Return a pointer to a byte of the page of the i-th row.
+    def _byte_source(self, i, byte):
+        """Return the buffer and index of a byte of the page of the i-th row.
 
         The offset in the page goes through an instruction that the compiler does not look into: it
         would keep sums of the base address and parts of offsets, in two registers each.
         """
-        codes, offset = self.pages.codes, Registers(1, "int32", "offset")
-        ptx("mov.b32", offset[0], byte)
+        codes, offset = self.pages.codes, isa_of(self.spec.target).opaque(byte)
         first = [as_int64(self.page[i]), *[0] * (len(codes.shape) - 2)]
-        return codes.ptr_to([*first, offset[0]])
+        return codes, (*first, offset)
 
     @property
     def scales_per_word(self) -> int:
@@ -187,7 +186,7 @@ class RaggedRows:
     def find(self, i, position):
         """There is nothing to look up."""
 
-    def pointer(self, plane: int, i, position, column):
-        """Return a pointer to a column of the row of K or V at a position."""
+    def source(self, plane: int, i, position, column):
+        """Return the buffer and index of a column of the row of K or V at a position."""
         rows = self.k if plane == K_PLANE else self.v
-        return rows.ptr_to([as_int64(self.first_row + position), self.head, column])
+        return rows, (as_int64(self.first_row + position), self.head, column)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import F32, index_temp
-from ...cuda.warp import shuffle_from
 from ...script import inline
+from ..registers import F32, index_temp
 from ..scores.softmax import clear
 from .shared_tiles import SharedTiles
 from .tiling import BlockTiling
@@ -39,6 +38,9 @@ class MultiplyAdds:
 
     def begin(self) -> None:
         """Q stays in shared memory."""
+
+    def reorder_q(self, threads) -> None:
+        """Q is multiplied as it lies in memory."""
 
     def output_pair(self, output, n, h) -> tuple:
         """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
@@ -69,7 +71,7 @@ class MultiplyAdds:
             for lane in T.serial(4):
                 for t in T.unroll(2):
                     for h in T.unroll(len(rows)):
-                        weight[h] = shuffle_from(weights[n, h, t], first_lane + lane)
+                        weight[h] = self.q.isa.shuffle_from(weights[n, h, t], first_lane + lane)
                     row = T.meta_var(n * 8 + lane * 2 + t)
                     for c in T.unroll(output.shape[0]):
                         right = T.meta_var(v.load_floats(stage, row, c * 8 + self.column, 2))

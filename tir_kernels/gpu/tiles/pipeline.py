@@ -8,40 +8,15 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import index_temp, ptx, sync_warp
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ...spec import KernelSpec
+from ..isa import isa_of
+from ..registers import index_temp
 from .kv_rows import PagedRows, RaggedRows
 from .row_scales import NoScales
 from .shared_tiles import CHUNK_BYTES, SharedTiles
 from .tiling import THREADS_PER_ROW, BlockTiling
-
-_COPY = "cp.async.cg.shared.global.L2::128B"
-_COPY_SMALL = "cp.async.ca.shared.global.L2::128B"
-
-
-def copy_chunk(to, source, num_bytes=CHUNK_BYTES) -> None:
-    """Copy 16 bytes to shared memory, the rest of them zeros where `num_bytes` are less."""
-    ptx(_COPY, to, source, CHUNK_BYTES, T.cast(num_bytes, "uint32"))
-
-
-def copy_bytes(to, source, size: int, num_bytes) -> None:
-    """Copy 4, 8 or 16 bytes to shared memory, the rest of them zeros where `num_bytes` are less."""
-    if size == CHUNK_BYTES:
-        copy_chunk(to, source, num_bytes)
-    else:
-        ptx(_COPY_SMALL, to, source, size, T.cast(num_bytes, "uint32"))
-
-
-def commit() -> None:
-    """Close the group of the copies since the last one."""
-    ptx("cp.async.commit_group")
-
-
-def wait(groups_left: int) -> None:
-    """Wait for all groups of this thread but the last ones."""
-    ptx("cp.async.wait_group", groups_left)
 
 
 @inline
@@ -54,7 +29,7 @@ def zero_padding(tiles, width: int, thread, num_threads: int):
                 if item < tiles.count * tiles.layout.rows:
                     at = T.meta_var([f(item, tiles.layout.rows) for f in (T.truncdiv, T.truncmod)])
                     chunk = T.meta_var(width // tiles.layout.per_chunk + i)
-                    ptx("st.shared.v4.b32", tiles.pointer(*at, chunk), *[T.uint32(0)] * 4)
+                    tiles.memory.store(tiles.place(*at, chunk), *[T.uint32(0)] * 4)
 
 
 @inline
@@ -65,7 +40,7 @@ def copy_rows(tiles, num_rows: int, num_chunks: int, threads, source):
         if item < num_rows * num_chunks:
             row = T.meta_var(T.truncdiv(item, num_chunks))
             chunk = T.meta_var(T.truncmod(item, num_chunks))
-            copy_chunk(tiles.pointer(0, row, chunk), source(row, chunk))
+            tiles.memory.copy(tiles.place(0, row, chunk), source(row, chunk))
 
 
 @dataclass(frozen=True)
@@ -97,7 +72,7 @@ class KvPipeline:
     What an algorithm does between the first copies and their use comes after `begin`::
 
         pipeline.begin(start, end)
-        wait(pipeline.ahead)  # for copies that were started before
+        isa.wait_for_copies(pipeline.ahead)  # for copies that were started before
         for tile in T.serial(pipeline.num_tiles):
             pipeline.wait(tile)
             first, stage = pipeline.first_position(tile), pipeline.stage(tile)
@@ -109,7 +84,7 @@ class KvPipeline:
     ----------
     spec : KernelSpec
     tiling : BlockTiling
-    memory : uint8 Buffer in the scope "shared.dyn"
+    memory : SharedMemory
     begin : int
         Byte at which the stages begin.
     threads : ThreadGroup
@@ -146,6 +121,7 @@ class KvPipeline:
         rows: PagedRows | RaggedRows,
     ):
         self.tiling, self.threads, self.rows = tiling, threads, rows
+        self.isa = isa_of(spec.target)
         self.ahead = tiling.stages - 1
         self.row_step = threads.num_threads // THREADS_PER_ROW
         self.chunk = index_temp(T.truncmod(threads.thread, THREADS_PER_ROW))
@@ -220,14 +196,14 @@ class KvPipeline:
 
     @inline
     def _wait_for_copies(self, tile):
-        wait(self.ahead - 1)
+        self.isa.wait_for_copies(self.ahead - 1)
         # All copies of the tile have arrived; no thread reads the stage that is next to write.
         self.threads.sync()
         self._issue(tile + self.ahead)
         if not self.copies_evenly:
             # PTX does not promise that threads which took other branches come together again
             # by themselves, and matrix instructions require it.
-            sync_warp()
+            self.isa.sync_warp()
 
     @inline
     def _find(self, tile):
@@ -244,7 +220,7 @@ class KvPipeline:
                 held = T.min(position, self.end - 1)
                 self._copy_row(i, held, num_bytes, stage)
             self._find(tile + 1)
-        commit()
+        self.isa.commit_copies()
 
     @inline
     def _copy_row(self, i, position, num_bytes, stage):
@@ -268,8 +244,9 @@ class KvPipeline:
         column = chunk * tiles.layout.per_chunk
         if plane == V_PLANE:
             column = self.v_begin + column
-        to = tiles.pointer(stage, i * self.row_step + self.row, chunk)
-        copy_chunk(to, self.rows.pointer(plane, i, position, column), num_bytes)
+        to = tiles.place(stage, i * self.row_step + self.row, chunk)
+        source = self.rows.source(plane, i, position, column)
+        tiles.memory.copy(to, source, CHUNK_BYTES, num_bytes)
 
 
 def _is_even(num_chunks) -> bool:

@@ -11,12 +11,9 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...codec import Codec
-from ...cuda.emit import F32, U32, Registers, ptx
-from ...cuda.products.codes import unit
-from ...cuda.scalars import temp
-from ...cuda.warp import over_lanes
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline
+from ..registers import F32, U32, Registers, temp
 from ..scores.softmax import scale_all
 from .code_tiling import ROW_SCALES, WORD_BYTES, CodeTiling
 
@@ -40,13 +37,15 @@ class WeightRange:
 
     Parameters
     ----------
+    isa : Isa
     codec : Codec
     dtype : str
-        Of the widened numbers.
+        Of the widened values.
     """
 
-    def __init__(self, codec: Codec, dtype: str):
-        self.unit, self.is_limited = unit(codec, dtype), dtype == "float16"
+    def __init__(self, isa, codec: Codec, dtype: str):
+        self.isa, self.is_limited = isa, dtype == "float16"
+        self.unit = isa.unit_of_codes(codec, dtype)
         self.top = T.local_scalar(F32)  # a power of two
 
     def factor(self):
@@ -61,7 +60,7 @@ class WeightRange:
     @inline
     def grow(self, output, scale_max):
         """Scale the output, if the largest scale that any of four lanes has is too large for it."""
-        largest = over_lanes(scale_max, T.max, 4)
+        largest = self.isa.over_lanes(scale_max, T.max, 4)
         if largest > self.top * T.float32(_ROOM):
             top = power_of_two(largest)
             scale_all(output, temp(self.top * inverse(top)))
@@ -101,25 +100,25 @@ class RowScales(NoScales):
 
     Parameters
     ----------
-    memory : uint8 Buffer in the scope "shared.dyn"
+    memory : SharedMemory
     begin : int
         Byte at which the first one begins.
     positions : int
         Of a tile.
     codec : Codec
     dtype : str
-        Of the widened numbers.
+        Of the widened values.
     """
 
     def __init__(self, memory, begin: int, positions: int, codec: Codec, dtype: str):
         self.memory, self.begin, self.positions = memory, begin, positions
-        self.range = WeightRange(codec, dtype)
+        self.range = WeightRange(memory.isa, codec, dtype)
 
-    def pointer(self, tile, row, plane):
-        """Return the address of the scale of a row of K (plane 0) or V (plane 1)."""
+    def place(self, tile, row, plane):
+        """Return the byte of the scale of a row of K (plane 0) or V (plane 1)."""
         size = CodeTiling.row_scales_bytes(self.positions)
         at = tile * size + (row * ROW_SCALES + plane) * WORD_BYTES
-        return self.memory.ptr_to([self.begin + at])
+        return self.begin + at
 
     @inline
     def reset(self):
@@ -135,7 +134,7 @@ class RowScales(NoScales):
         """Load the scales of the thread's two columns of tile n of eight positions."""
         words = Registers(4, U32, "scales")
         row = n * 8 + T.truncmod(lane, 4) * 2
-        ptx("ld.shared.v4.b32", *[words[i] for i in range(4)], self.pointer(tile, row, 0))
+        self.memory.load([*words], self.place(tile, row, 0))
         scales = [temp(T.reinterpret(F32, words[e * ROW_SCALES + plane])) for e in range(2)]
         return scales if factor is None else [temp(scale * factor) for scale in scales]
 

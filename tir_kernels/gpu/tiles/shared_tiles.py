@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from ...cuda.elements import pack, widen_bits, widen_words
-from ...cuda.emit import F32, U32, Registers, index_temp, ptx
 from ...spec import STORED_ITEMSIZE
+from ..registers import F32, U32, Registers, index_temp
 
 CHUNK_BYTES = 16
 BANK_ROWS = 8
@@ -104,7 +103,7 @@ class SharedTiles:
 
     Parameters
     ----------
-    memory : uint8 Buffer in the scope "shared.dyn"
+    memory : SharedMemory
     begin : int
         Byte at which the first one begins.
     layout : TileLayout
@@ -124,7 +123,8 @@ class SharedTiles:
         first_chunk=0,
         tile_bytes: int | None = None,
     ):
-        self.memory, self.begin, self.layout, self.count = memory, begin, layout, count
+        self.memory, self.isa = memory, memory.isa
+        self.begin, self.layout, self.count = begin, layout, count
         self.first_chunk, self.tile_bytes = first_chunk, tile_bytes or layout.num_bytes
 
     def from_chunk(self, chunk) -> SharedTiles:
@@ -144,11 +144,11 @@ class SharedTiles:
         """The first byte past the first tile."""
         return self.begin + self.layout.num_bytes
 
-    def pointer(self, tile, row, chunk, byte=0):
-        """Return a pointer to a chunk, or to a byte of it."""
+    def place(self, tile, row, chunk, byte=0):
+        """Return the byte at which a chunk begins, or a later one of it."""
         first = self.begin + tile * self.tile_bytes
         offset = self.layout.offset(row, self.first_chunk + chunk)
-        return self.memory.ptr_to([first + offset + byte])
+        return first + offset + byte
 
     def start(self, tile, row, chunk):
         """Offset of chunk 0 or 1 of a row, from which `beyond` finds other chunks of a tile."""
@@ -156,56 +156,55 @@ class SharedTiles:
         return index_temp(self.begin + tile * self.tile_bytes + offset)
 
     def beyond(self, start, rows, chunks):
-        """Return a pointer `rows` rows, a multiple of 8, and `chunks` chunks, an even number, on.
+        """Return the byte `rows` rows, a multiple of 8, and `chunks` chunks, an even number, on.
 
         Both are compile-time constants, so addresses are `start` or its xor with a constant, plus
-        an immediate. `pointer` would take a register for each chunk.
+        an immediate. `place` would take a register for each chunk.
         """
         layout = self.layout
         offset = chunks * CHUNK_BYTES
         if layout.is_swizzled:
             low = T.truncmod(chunks, BANK_ROWS) * CHUNK_BYTES
             start, offset = T.bitwise_xor(start, low), offset - low
-        return self.memory.ptr_to([start + offset + rows * layout.stride])
+        return start + offset + rows * layout.stride
 
-    def element_pointer(self, tile, row, column):
-        """Return a pointer to an element."""
+    def element_place(self, tile, row, column):
+        """Return the byte at which an element begins."""
         layout = self.layout
         chunk, rest = (f(column, layout.per_chunk) for f in (T.truncdiv, T.truncmod))
-        return self.pointer(tile, row, chunk, rest * STORED_ITEMSIZE[layout.dtype])
+        return self.place(tile, row, chunk, rest * STORED_ITEMSIZE[layout.dtype])
 
     def load_float(self, tile, row, column):
         """Load an element, widened to float32."""
-        pointer, dtype = self.element_pointer(tile, row, column), self.layout.dtype
+        place, dtype = self.element_place(tile, row, column), self.layout.dtype
         value = Registers(1, F32, "value")
         if dtype == F32:
-            ptx("ld.shared.f32", value[0], pointer)
+            self.memory.load([*value], place)
             return value[0]
         bits = Registers(1, "uint16", "bits")
-        ptx("ld.shared.b16", bits[0], pointer)
-        widen_bits(value[0], dtype, bits[0])
+        self.memory.load([*bits], place)
+        self.isa.widen_bits(value[0], dtype, bits[0])
         return value[0]
 
     def store_float(self, tile, row, column, value) -> None:
         """Store an element, narrowed from float32."""
-        pointer, dtype = self.element_pointer(tile, row, column), self.layout.dtype
+        place, dtype = self.element_place(tile, row, column), self.layout.dtype
         if dtype == F32:
-            ptx("st.shared.f32", pointer, value)
+            self.memory.store(place, value)
             return
         word = Registers(1, U32, "word")
-        pack(word[0], dtype, value, T.float32(0))
-        ptx("st.shared.b16", pointer, T.cast(T.bitwise_and(word[0], T.uint32(0xFFFF)), "uint16"))
+        self.isa.pack(word[0], dtype, value, T.float32(0))
+        self.memory.store(place, T.cast(T.bitwise_and(word[0], T.uint32(0xFFFF)), "uint16"))
 
     def store_pair(self, tile, row, column, low, high) -> None:
         """Store two elements next to each other, narrowed from float32."""
-        pointer, dtype = self.element_pointer(tile, row, column), self.layout.dtype
+        place, dtype = self.element_place(tile, row, column), self.layout.dtype
         words = Registers(STORED_ITEMSIZE[dtype] // 2, U32, "words")
         if dtype == F32:
             words[0], words[1] = (T.reinterpret(U32, x) for x in (low, high))
-            ptx("st.shared.v2.b32", pointer, words[0], words[1])
         else:
-            pack(words[0], dtype, low, high)
-            ptx("st.shared.b32", pointer, words[0])
+            self.isa.pack(words[0], dtype, low, high)
+        self.memory.store(place, *words)
 
     def load_floats(self, tile, row, column, count: int) -> Registers:
         """Load `count` elements, 2 or a multiple of a chunk, widened to float32."""
@@ -214,8 +213,6 @@ class SharedTiles:
         for first in range(0, count, step):
             num_words = step * STORED_ITEMSIZE[dtype] // 4
             words = Registers(num_words, U32, "words")
-            taken = [words[i] for i in range(num_words)]
-            vector = f".v{num_words}" if num_words > 1 else ""
-            ptx(f"ld.shared{vector}.b32", *taken, self.element_pointer(tile, row, column + first))
-            widen_words(words, dtype, values, first)
+            self.memory.load([*words], self.element_place(tile, row, column + first))
+            self.isa.widen_words(words, dtype, values, first)
         return values

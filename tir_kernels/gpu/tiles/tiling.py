@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from ...cuda.emit import WARP
 from ...spec import KernelSpec
+from ..registers import WARP
 from .code_tiling import CodeTiling
 from .shared_tiles import SlabLayout, TileLayout
 

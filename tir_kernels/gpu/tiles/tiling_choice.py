@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import as_count
-from ...cuda.launcher import block_shared_bytes
+from ..registers import as_count
 from .tiling import Tiling
 
 
-def suits_first(tilings: Sequence[Tiling], num_rows, num_items):
+def suits_first(isa, tilings: Sequence[Tiling], num_rows, num_items):
     """Whether the launcher is to take the first of at least two tilings.
 
     A tiling suits if a block of the device may have its shared memory, and if an item has more rows
@@ -24,6 +23,7 @@ def suits_first(tilings: Sequence[Tiling], num_rows, num_items):
 
     Parameters
     ----------
+    isa : Isa
     tilings : sequence of Tiling
         What `Tiling.choices` returns.
     num_rows : integer expression
@@ -31,6 +31,6 @@ def suits_first(tilings: Sequence[Tiling], num_rows, num_items):
     num_items : int32 expression
         Sequences or segments, whose rows share tiles.
     """
-    has_memory = block_shared_bytes() >= tilings[0].num_bytes
+    has_memory = isa.block_shared_bytes() >= tilings[0].num_bytes
     has_rows = as_count(num_rows) > as_count(num_items) * tilings[1].rows
     return T.And(has_memory, has_rows)

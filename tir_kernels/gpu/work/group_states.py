@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import F32, I32
-from ...cuda.scalars import exp2
 from ...script import inline
+from ..registers import F32, I32
 from ..scores.softmax import ROW_LANES, OnlineSoftmax
 from ..tiles.shared_tiles import SharedTiles
 from .partial_states import LOWEST, RUN, lse_of
@@ -20,7 +19,7 @@ class GroupStates:
     Parameters
     ----------
     tiling : DecodeTiling
-    memory : uint8 Buffer in the scope "shared.dyn"
+    memory : SharedMemory
 
     Attributes
     ----------
@@ -38,6 +37,7 @@ class GroupStates:
     """
 
     def __init__(self, tiling, memory):
+        self.isa = memory.isa
         self.count, self.columns = tiling.kv_groups, tiling.columns
         self.tiles = SharedTiles(memory, tiling.states_begin, tiling.state, tiling.kv_groups)
         self.has_rows, self.sequence, self.head = (T.local_scalar(I32) for _ in range(3))
@@ -77,11 +77,11 @@ class GroupStates:
             top = T.max(top, self.weights[i])
         total = T.float32(0)
         if sink is not None:
-            total = exp2(sink - top)
+            total = self.isa.exp2(sink - top)
         for i in T.unroll(self.count):
-            self.weights[i] = exp2(self.weights[i] - top)
+            self.weights[i] = self.isa.exp2(self.weights[i] - top)
             total += self.weights[i]
-        lse, inverse = T.meta_var(lse_of(top, total))
+        lse, inverse = T.meta_var(lse_of(self.isa, top, total))
         self.lse = lse
         for e in T.unroll(RUN):
             self.o[e] = T.float32(0)

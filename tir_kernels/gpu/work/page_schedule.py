@@ -12,10 +12,10 @@ import operator
 
 from tvm.script import tirx as T
 
-from ...cuda.emit import I32, I64, WARP, as_count
-from ...cuda.warp import over_lanes
 from ...script import inline
 from ...spec import KernelSpec
+from ..isa import isa_of
+from ..registers import I32, I64, WARP, as_count
 
 MAX_POSITIONS = 64  # of a KV tile
 
@@ -50,6 +50,7 @@ class PageSchedule:
     """
 
     def __init__(self, spec: KernelSpec, page_indptr, batch_size, num_blocks, min_positions: int):
+        self.isa = isa_of(spec.target)
         self.indptr, self.batch_size, self.num_blocks = page_indptr, batch_size, num_blocks
         self.group_size, self.positions = spec.group_size, min(spec.page_size, MAX_POSITIONS)
         self.per_page = spec.page_size // self.positions
@@ -111,7 +112,7 @@ class PageSchedule:
             if probe < self.sequence + width:
                 if self.first_kv_tile(probe) <= kv_tile:
                     passed = 1
-            skipped = over_lanes(passed, operator.add) * step
+            skipped = self.isa.over_lanes(passed, operator.add) * step
             self.sequence += skipped
             width = T.min(step, width - skipped)
 

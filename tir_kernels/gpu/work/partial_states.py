@@ -9,13 +9,10 @@ from contextlib import contextmanager
 
 from tvm.script import tirx as T
 
-from ...cuda.elements import load_floats, store_floats
-from ...cuda.emit import F32, WARP, Registers
-from ...cuda.launcher import workspace
-from ...cuda.scalars import exp2, log2, temp
-from ...cuda.warp import over_lanes
 from ...script import inline
 from ...spec import LOG2E, KernelSpec
+from ..isa import isa_of
+from ..registers import F32, WARP, Registers, temp
 
 LOWEST = -3.0e38  # finite, so that `-inf - top` is not NaN
 MINUS_INFINITY = 0xFF800000  # the bits
@@ -26,14 +23,14 @@ MERGED_ROWS = 4  # of a block that merges: a warp for each
 MERGE_BLOCK_SIZE = MERGED_ROWS * WARP, 4
 
 
-def lse_of(top, total):
+def lse_of(isa, top, total):
     """The lse of a maximum and the sum of exponentials relative to it, and the inverse of the sum.
 
     Both are NaN where the sum is: the maximum of NaN and a number is the number.
     """
     is_empty = total <= T.float32(0.5)  # the exponential of the maximum itself is 1
     empty = T.reinterpret(F32, T.uint32(MINUS_INFINITY))
-    lse = temp(T.if_then_else(is_empty, empty, top + log2(total)))
+    lse = temp(T.if_then_else(is_empty, empty, top + isa.log2(total)))
     return lse, temp(T.if_then_else(is_empty, T.float32(0), T.float32(1) / total))
 
 
@@ -48,12 +45,12 @@ def sink_of(a, output: tuple, is_whole=True):
     return temp(T.if_then_else(is_whole, a.sink_logits[output[-1]] * T.float32(LOG2E), none))
 
 
-def _nothing(sink) -> tuple:
+def _nothing(isa, sink) -> tuple:
     """The lse and the elements of a row that has seen nothing but a sink, if there is one."""
     if sink is None:
         return T.reinterpret(F32, T.uint32(MINUS_INFINITY)), T.float32(0)
     top = temp(T.max(T.float32(LOWEST), sink))
-    lse, inverse = lse_of(top, temp(exp2(sink - top)))
+    lse, inverse = lse_of(isa, top, temp(isa.exp2(sink - top)))
     # NaN with a sink that is NaN or +inf.
     return lse, temp(T.Select(inverse >= T.float32(0), T.float32(0), inverse))
 
@@ -72,6 +69,7 @@ class PartialStates:
     """
 
     def __init__(self, spec: KernelSpec, counts: Sequence, is_continued: bool = False):
+        self.isa = isa_of(spec.target)
         self.spec, self.is_continued, self.width = spec, is_continued, spec.v_head_dim
         # The lse comes behind the row, and what keeps the rows aligned.
         self.shape = (*counts, spec.v_head_dim + RUN)
@@ -80,12 +78,12 @@ class PartialStates:
     @contextmanager
     def allocated(self):
         """Launches within may use them."""
-        with workspace(self.shape, "partial_states") as self.buffer:
+        with self.isa.workspace(self.shape, "partial_states") as self.buffer:
             yield
 
     def put(self, index: tuple, column, values) -> None:
         """Keep elements of the row of a state."""
-        store_floats(self.buffer, (*index, column), values)
+        self.isa.store_floats(self.buffer, (*index, column), values)
 
     def put_lse(self, index: tuple, lse) -> None:
         """Keep the lse of the row of a state."""
@@ -116,20 +114,22 @@ class PartialStates:
             if i < count:
                 lse = self.lse(index_of(i))
                 new_top = T.max(top, lse)
-                total = total * exp2(top - new_top) + exp2(lse - new_top)
+                total = total * self.isa.exp2(top - new_top) + self.isa.exp2(lse - new_top)
                 top = new_top
-        merged_top = over_lanes(top, T.max)
+        merged_top = self.isa.over_lanes(top, T.max)
         if self.is_continued:
             merged_top = T.max(merged_top, lse_before)
         if a.sink_logits is not None:
             merged_top = T.max(merged_top, sink)
-        total = over_lanes(total * exp2(top - merged_top), operator.add)
-        before = T.meta_var(temp(exp2(lse_before - merged_top)) if self.is_continued else None)
+        total = self.isa.over_lanes(total * self.isa.exp2(top - merged_top), operator.add)
+        before = T.meta_var(
+            temp(self.isa.exp2(lse_before - merged_top)) if self.is_continued else None
+        )
         if self.is_continued:
             total += before
         if a.sink_logits is not None:
-            total += exp2(sink - merged_top)
-        merged, inverse = T.meta_var(lse_of(merged_top, total))
+            total += self.isa.exp2(sink - merged_top)
+        merged, inverse = T.meta_var(lse_of(self.isa, merged_top, total))
         if lane == 0:
             a.lse[output] = merged
         sums = T.meta_var(Registers(RUN, F32, "sums"))
@@ -140,36 +140,38 @@ class PartialStates:
             if column < self.width:
                 sums.fill(T.float32(0))
                 if self.is_continued:
-                    o = T.meta_var(load_floats(a.o, (*output, column), RUN))
+                    o = T.meta_var(self.isa.load_floats(a.o, (*output, column), RUN))
                     for e in T.unroll(RUN):  # an o of nothing seen may hold anything
                         term = T.meta_var(o[e] * (before * inverse))
                         sums.buffer[e] = T.Select(lse_before < LOWEST, T.float32(0), term)
                 for batch in T.serial(T.ceildiv(count, MERGED_AT_ONCE)):
                     for j in T.unroll(MERGED_AT_ONCE):
                         index = T.meta_var(index_of(T.min(batch * MERGED_AT_ONCE + j, count - 1)))
-                        loaded = T.meta_var(load_floats(self.buffer, (*index, column), RUN))
+                        loaded = T.meta_var(
+                            self.isa.load_floats(self.buffer, (*index, column), RUN)
+                        )
                         weights[j] = self.lse(index)
                         for e in T.unroll(RUN):
                             states[j, e] = loaded[e]
                     for j in T.unroll(MERGED_AT_ONCE):
-                        weight = exp2(weights[j] - merged_top) * inverse
+                        weight = self.isa.exp2(weights[j] - merged_top) * inverse
                         if batch * MERGED_AT_ONCE + j < count:
                             for e in T.unroll(RUN):
                                 sums.buffer[e] += weight * states[j, e]
-                store_floats(a.o, (*output, column), sums)
+                self.isa.store_floats(a.o, (*output, column), sums)
 
     @inline
     def clear(self, a, output: tuple, lane):
         """Clear a row of O that has seen nothing, by a warp."""
         zeros = T.meta_var(Registers(RUN, F32, "zeros"))
-        lse, value = T.meta_var(_nothing(sink_of(a, output)))
+        lse, value = T.meta_var(_nothing(self.isa, sink_of(a, output)))
         zeros.fill(value)
         if lane == 0:
             a.lse[output] = lse
         for turn in T.serial(-(-self.width // (RUN * WARP))):
             column = (turn * WARP + lane) * RUN
             if column < self.width:
-                store_floats(a.o, (*output, column), zeros)
+                self.isa.store_floats(a.o, (*output, column), zeros)
 
 
 @T.meta_class

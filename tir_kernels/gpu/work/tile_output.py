@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...cuda import scalars
-from ...cuda.elements import load_floats, store_floats, store_words, widen_words
-from ...cuda.emit import F32, U32, Registers, ptx, sync_block, sync_warp
 from ...script import inline
 from ...semantics.softmax import MergedLse, selected
 from ...spec import KernelSpec
+from ..isa import isa_of
+from ..registers import F32, U32, Registers
 from ..scores.block_memory import BlockMemory
 from ..scores.query_rows import QueryRows
 from ..tiles.shared_tiles import SharedTiles
@@ -43,6 +42,7 @@ class TileOutput:
         states: PartialStates,
         tiles: SharedTiles,
     ):
+        self.isa = isa_of(spec.target)
         self.tiling, self.o, self.lse, self.rows = tiling, a.o, a.lse, rows
         self.work, self.states, self.tiles = rows.work, states, tiles
         # The first columns of the block, and of the warp.
@@ -112,7 +112,7 @@ class TileOutput:
             for h in T.unroll(self.rows.count):
                 pair = T.meta_var([output[n, h, e] for e in range(2)])
                 self.tiles.store_pair(0, self.rows.own(h), n * 8 + column, *pair)
-        sync_block()
+        self.isa.sync_block()
         words = T.alloc_local((4,), U32, layout=None)
         num_chunks = T.meta_var(self.tiles.layout.chunks)
         # From the thread on, or compilers unroll the loop, for which there are no registers.
@@ -122,13 +122,13 @@ class TileOutput:
             chunk = T.truncmod(item, num_chunks)
             if T.And(self.rows.exists(row), chunk < self.num_chunks):
                 taken = T.meta_var([words[i] for i in range(4)])
-                ptx("ld.shared.v4.b32", *taken, self.tiles.pointer(0, row, chunk))
+                self.tiles.memory.load(taken, self.tiles.place(0, row, chunk))
                 first = T.meta_var(self.block_begin + chunk * self.tiles.layout.per_chunk)
                 self._store_chunk(row, (*self.rows.index(row), first), words)
 
     def _store_chunk(self, row, index: tuple, words) -> None:
         """Store 16 bytes of a row of O, from `index` on."""
-        store_words(words, self.o, index, 16)
+        self.isa.store_words(words, self.o, index, 16)
 
 
 class MergedOutput(TileOutput):
@@ -157,19 +157,19 @@ class MergedOutput(TileOutput):
             for h in T.unroll(self.rows.count):
                 before[h] = self.lse_before[self.rows.index(self.rows.own(h))]
             if self.tiling.warp_slices > 1:
-                sync_block()  # all warps of a row have it
+                self.isa.sync_block()  # all warps of a row have it
             else:
-                sync_warp()  # all threads of a row have it
+                self.isa.sync_warp()  # all threads of a row have it
             for h in T.unroll(self.rows.count):
-                merged = T.meta_var(MergedLse(before[h], softmax.lse[h], 1, scalars))
+                merged = T.meta_var(MergedLse(before[h], softmax.lse[h], 1, self.isa))
                 softmax.lse[h] = merged.lse
                 for n in T.unroll(softmax.output.shape[0]):
                     for e in T.unroll(2):
                         softmax.output[n, h, e] *= merged.weights[1]
                 is_first = T.meta_var(T.truncmod(self.rows.lane, 4) + self.rows.v_begin == 0)
                 if is_first:
-                    pointer = T.meta_var(self.memory.bounds(self.rows.own(h)))
-                    ptx("st.shared.f32", pointer, merged.weights[0])
+                    place = T.meta_var(self.memory.bounds(self.rows.own(h)))
+                    self.memory.shared.store(place, merged.weights[0])
 
     def _store_chunk(self, row, index: tuple, words) -> None:
         count = self.tiles.layout.per_chunk
@@ -177,14 +177,14 @@ class MergedOutput(TileOutput):
             Registers(n, dtype, name)
             for n, dtype, name in ((1, F32, "weight"), (count, F32, "values"), (4, U32, "taken"))
         )
-        ptx("ld.shared.f32", weight[0], self.memory.bounds(row))
+        self.memory.shared.load([*weight], self.memory.bounds(row))
         for i in range(4):
             taken[i] = words[i]
-        widen_words(taken, str(self.o.dtype), values)
-        before = load_floats(self.o, index, count)
+        self.isa.widen_words(taken, str(self.o.dtype), values)
+        before = self.isa.load_floats(self.o, index, count)
         for e in range(count):
-            values[e] = values[e] + selected(before[e], weight[0], 1, scalars)
-        store_floats(self.o, index, values)
+            values[e] = values[e] + selected(before[e], weight[0], 1, self.isa)
+        self.isa.store_floats(self.o, index, values)
 
 
 def tile_output(lse_before, memory: BlockMemory, *arguments) -> TileOutput:

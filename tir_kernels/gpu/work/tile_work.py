@@ -26,11 +26,10 @@ import operator
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ...cuda.emit import I32, I64, WARP, as_count, launch, sync_block, wait_for_kernels_before
-from ...cuda.launcher import resident_blocks
-from ...cuda.warp import in_all_lanes, over_lanes
 from ...script import inline
 from ...spec import KernelSpec
+from ..isa import isa_of
+from ..registers import I32, I64, WARP, as_count
 from ..scores.query_rows import QueryRows
 from ..tiles.kv_rows import as_int64
 from ..tiles.tiling import Tiling
@@ -57,9 +56,10 @@ class TileWork:
     """
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, items: Items, v_slice, dtype: str):
+        self.isa = isa_of(spec.target)
         self.tiling, self.items, self.slice = tiling, items, v_slice
         self.group_size, self.num_kv_heads = spec.group_size, spec.num_kv_heads
-        self.search = ItemSearch(dtype)
+        self.search = ItemSearch(self.isa, dtype)
         self.left, self.item, self.head, self.first = (T.local_scalar(I32) for _ in range(4))
         self.first_row, self.num_rows, self.kv_len = (T.local_scalar(I32) for _ in range(3))
 
@@ -76,7 +76,7 @@ class TileWork:
     def has_next(self):
         """Whether there is work left."""
         if self.tiling.is_hopper:  # without the vote the compiler keeps dead values in registers
-            return in_all_lanes(self.left) > 0
+            return self.isa.in_all_lanes(self.left) > 0
         return self.left > 0
 
     @inline
@@ -158,7 +158,7 @@ class FixedWork(PartialStates):
         # An upper bound: each sequence has at most one partial tile.
         max_tiles = T.truncdiv(a.q.shape[0] * spec.group_size, tiling.rows) + items.count
         pairs = spec.num_kv_heads * tiling.slices
-        resident = resident_blocks(tiling.num_bytes, tiling.min_blocks)
+        resident = isa_of(spec.target).resident_blocks(tiling.num_bytes, tiling.min_blocks)
         max_splits = T.cast(T.truncdiv(num_positions + MIN_COLUMNS - 1, MIN_COLUMNS), I32)
         splits = T.min(T.truncdiv(resident, T.max(max_tiles * pairs, 1)), max_splits)
         self.splits = T.bind(T.max(splits, 1), var=tirx.Var("splits", I32))
@@ -177,7 +177,7 @@ class FixedWork(PartialStates):
         num_blocks = T.meta_var(T.ceildiv(T.cast(self.a.q.shape[0], I32) * num_heads, MERGED_ROWS))
         if self.splits > 1:
             size = T.meta_var(MERGE_BLOCK_SIZE)
-            with launch([num_blocks], *size) as (blocks, thread):
+            with self.isa.launch([num_blocks], *size) as (blocks, thread):
                 lane = T.truncmod(thread, WARP)
                 at = blocks[0] * MERGED_ROWS + T.truncdiv(thread, WARP)
                 row = T.truncdiv(at, num_heads)
@@ -243,7 +243,7 @@ class BalancedSplits(TileWork):
             i = turn * WARP + lane
             if i < self.items.count:
                 self.total += self.kv_tiles_of(i)
-        self.total = over_lanes(self.total, operator.add)
+        self.total = self.isa.over_lanes(self.total, operator.add)
         num_blocks = T.meta_var(self.states.num_blocks)
         size = T.meta_var(T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks)))
         self.split_size = T.max(size, T.int64(MIN_KV_TILES))
@@ -280,7 +280,7 @@ class BalancedSplits(TileWork):
     @inline
     def advance(self):
         """Advance to the next tile."""
-        sync_block()  # none reads any more what the tile before left in shared memory
+        self.isa.sync_block()  # none reads any more what the tile before left in shared memory
         while self.index >= self.kv_tiles_of(self.item):
             self.index -= self.kv_tiles_of(self.item)
             self.item += 1
@@ -337,7 +337,9 @@ class BalancedWork(BlockStates):
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, a, items: Items, is_continued: bool):
         self.tiling, self.a, self.items = tiling, a, items
-        num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, tiling.slices)
+        num_blocks = isa_of(spec.target).resident_blocks(
+            tiling.num_bytes, tiling.min_blocks, tiling.slices
+        )
         self.grid = [num_blocks, tiling.slices]
         super().__init__(spec, num_blocks, tiling.rows, is_continued)
 
@@ -350,14 +352,14 @@ class BalancedWork(BlockStates):
         """Merge the states of the tiles that were cut."""
         grid = T.meta_var([self.num_blocks, -(-self.tiling.rows // MERGED_ROWS)])
         size = T.meta_var(MERGE_BLOCK_SIZE)
-        with launch(grid, *size, waits=False) as (blocks, thread):
+        with self.isa.launch(grid, *size, waits=False) as (blocks, thread):
             block = T.meta_var(blocks[0])
             lane = T.truncmod(thread, WARP)
             row = blocks[1] * MERGED_ROWS + T.truncdiv(thread, WARP)
             work = self.of_block((block, 0))
             rows = QueryRows(self.spec, self.tiling, work)
             work.find_cut(lane)
-            wait_for_kernels_before()
+            self.isa.wait_for_kernels_before()
             if T.And(work.begins_in_split(), row < self.tiling.rows):
                 if rows.exists(row):
                     slot_of = T.meta_var(lambda i: (self.slot(block + i, i > 0), row))

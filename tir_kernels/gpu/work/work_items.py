@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ...cuda.emit import I32, WARP
-from ...cuda.warp import over_lanes, shuffle_from, shuffle_up
 from ...script import inline
+from ..registers import I32, WARP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +60,7 @@ class ItemSearch:
 
     Parameters
     ----------
+    isa : Isa
     dtype : {"int32", "int64"}
         Of numbers of pieces.
 
@@ -72,7 +72,8 @@ class ItemSearch:
         Which piece of the item it is, and how many the item has.
     """
 
-    def __init__(self, dtype: str):
+    def __init__(self, isa, dtype: str):
+        self.isa = isa
         self.zero = tirx.const(0, dtype)
         self.item, self.index = T.local_scalar(I32), T.local_scalar(dtype)
         self.count = T.local_scalar(dtype)
@@ -91,15 +92,15 @@ class ItemSearch:
                 own = count_of(base + lane)
             until = own  # pieces of the items up to the lane's
             for i in T.unroll(5):
-                other = shuffle_up(until, T.shift_left(1, i))
+                other = self.isa.shuffle_up(until, T.shift_left(1, i))
                 if lane >= T.shift_left(1, i):
                     until += other
-            total = shuffle_from(until, WARP - 1)
+            total = self.isa.shuffle_from(until, WARP - 1)
             if number < before + total:
                 is_passed = T.meta_var(T.cast(before + until <= number, I32))
-                owner = over_lanes(is_passed, operator.add)
+                owner = self.isa.over_lanes(is_passed, operator.add)
                 self.item = base + owner
-                self.count = shuffle_from(own, owner)
-                self.index = number - before - shuffle_from(until, owner) + self.count
+                self.count = self.isa.shuffle_from(own, owner)
+                self.index = number - before - self.isa.shuffle_from(until, owner) + self.count
             before += total
             base += WARP

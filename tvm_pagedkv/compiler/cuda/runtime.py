@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from tir_kernels.cuda.launcher import (
+from tir_kernels.cuda.launches import (
     BLOCK_SHARED_BYTES,
     GIVE_BACK,
     RESIDENT_BLOCKS,

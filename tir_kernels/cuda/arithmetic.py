@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `cpu.simd` for code whose vectors are threads: all vectors have one lane."""
+"""Arithmetic of a thread: vectors have one lane."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ..vectors import F32, broadcast, constant  # noqa: F401
-from .emit import Registers, index_temp, ptx, temp  # noqa: F401
+from ..gpu.registers import F32, I32, Registers
+from .ptx import ptx
 
 
 def _result(instruction: str, *operands):
@@ -21,19 +21,6 @@ def _result(instruction: str, *operands):
 def fused_multiply_add(a, b, c, lanes: int = 1):
     """``a * b + c`` rounded once."""
     return _result("fma.rn.f32", a, b, c)
-
-
-multiply_add = fused_multiply_add
-
-
-def at_least(x, bound: float, lanes: int = 1):
-    """The larger of `x` and a constant; NaN stays NaN."""
-    return T.Select(x < T.float32(bound), T.float32(bound), x)
-
-
-def at_most(x, bound: float, lanes: int = 1):
-    """The smaller of `x` and a constant; NaN stays NaN."""
-    return T.Select(x > T.float32(bound), T.float32(bound), x)
 
 
 def rint(x, lanes: int = 1):
@@ -49,6 +36,18 @@ def exp2(x, lanes: int = 1):
 def log2(x):
     """Base-2 logarithm; absolute error 1e-7 between 0.5 and 2, else a relative one."""
     return _result("lg2.approx.ftz.f32", x)
+
+
+def divide(a, b):
+    """``a / b`` rounded to nearest, which `/` is not with fast arithmetic."""
+    return _result("div.rn.f32", a, b)
+
+
+def opaque(value):
+    """An int32 value that the compiler takes for another one each time it gets here."""
+    register = Registers(1, I32, "opaque")
+    ptx("mov.b32", register[0], value)
+    return register[0]
 
 
 def lookup(values: Sequence[float], i, dtype: str = F32):

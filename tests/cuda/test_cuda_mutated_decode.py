@@ -8,12 +8,10 @@ import dataclasses
 import pytest
 
 from tir_kernels.gpu.attention import decode
-from tir_kernels.gpu.scores.logits import Logits
-from tir_kernels.gpu.scores.softmax import OnlineSoftmax
+from tir_kernels.gpu.scores.softmax import Logits, OnlineSoftmax
 from tir_kernels.gpu.scores.visible_columns import VisibleColumns
-from tir_kernels.gpu.work.group_states import GroupStates
 from tir_kernels.gpu.work.page_schedule import PageSchedule
-from tir_kernels.gpu.work.partial_states import BlockStates
+from tir_kernels.gpu.work.partial_states import BlockStates, GroupStates
 
 from .. import reference
 from ..support.cases.kernels.attention_cases import PagedBatch, altered_kernels
@@ -25,7 +23,7 @@ from ..support.harness.selections import every_nth
 ALIBI = tuple(reference.alibi_slopes(4))
 SPEC = dataclasses.replace(make_spec((4, 2), 32, page=8), alibi_slopes=ALIBI)
 MANY = [(1, n) for n in (0, 1, 33, 0, 64, 131, 0, 500, 0)]
-ONE = [(1, 700)]  # the first pair begins where a split does
+ONE = [(1, 700)]  # the first KV head begins where a split does
 
 
 def check() -> None:
@@ -38,19 +36,27 @@ def check() -> None:
 
 
 MISTAKES = [
-    Mistake(check, decode, "decode", "if first + tiling.positions > columns.end:", "if first < 0:"),
-    Mistake(check, decode, "decode", "first + i < columns.end", "first + i <= columns.end"),
-    Mistake(check, decode, "decode", "softmax.reset()", "scores[0, 0, 0] = T.float32(0)"),
-    Mistake(check, decode, "decode", "if groups.is_whole != 0:", "if groups.slot >= 0:"),
-    Mistake(check, decode, "decode", "work.first > 0", "work.first == 0"),
-    Mistake(check, decode, "decode", "columns.k_offset + first", "columns.k_offset"),
-    Mistake(check, decode, "decode", "softmax.update(scores)", "softmax.rows"),
-    Mistake(check, decode, "decode", "[sequence + 1] == a.", "[sequence + 1] < a."),
+    Mistake(
+        check,
+        decode,
+        "attend_to_split",
+        "if first + tiling.positions > columns.end:",
+        "if first < 0:",
+    ),
+    Mistake(
+        check, decode, "attend_to_split", "first + i < columns.end", "first + i <= columns.end"
+    ),
+    Mistake(check, decode, "attend_to_split", "softmax.reset(o)", "scores[0, 0, 0] = T.float32(0)"),
+    Mistake(check, GroupStates, "store", "if self.is_whole != 0:", "if self.slot >= 0:"),
+    Mistake(check, decode, "attend_to_split", "work.first > 0", "work.first == 0"),
+    Mistake(check, decode, "attend_to_split", "columns.k_offset + first", "columns.k_offset"),
+    Mistake(check, decode, "attend_to_split", "softmax.update(scores, o)", "scores"),
+    Mistake(check, decode, "merge_states", "[sequence + 1] == a.", "[sequence + 1] < a."),
     Mistake(check, decode, "head_of", "T.min(row, spec.group_size - 1)", "T.min(row, 0)"),
     Mistake(check, PageSchedule, "advance", ", self.left)\n", ", self.num_kv_tiles)\n"),
     Mistake(check, PageSchedule, "num_splits", "- block + 1", "- block"),
     Mistake(check, PageSchedule, "begins_in_split", ") <= self.split_size", ") < self.split_size"),
-    Mistake(check, PageSchedule, "find_pair", "number - self.head * self.num_kv_tiles", "0"),
+    Mistake(check, PageSchedule, "find_head", "number - self.head * self.num_kv_tiles", "0"),
     Mistake(check, BlockStates, "merge", "ONCE + j < count", "ONCE + j <= count"),
     Mistake(check, BlockStates, "merge", "self.isa.exp2(weights[j] - merged_top)", "T.float32(1)"),
     Mistake(
@@ -60,7 +66,7 @@ MISTAKES = [
     Mistake(check, GroupStates, "merge", "total += self.weights[i]", "total = self.weights[i]"),
     Mistake(check, VisibleColumns, "first_seen", "self.kv_len, self.q", "self.kv_len - 1, self.q"),
     Mistake(
-        check, OnlineSoftmax, "update", "self.isa.over_lanes(top[h], T.max, ROW_LANES)", "top[h]"
+        check, OnlineSoftmax, "_update", "self.isa.over_lanes(top[h], T.max, ROW_LANES)", "top[h]"
     ),
     Mistake(check, OnlineSoftmax, "finish", "operator.add, ROW_LANES", "operator.add, 2"),
     Mistake(check, Logits, "scale", "* self.slope[h]", "* T.float32(0)"),

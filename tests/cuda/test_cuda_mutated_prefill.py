@@ -91,10 +91,26 @@ def shared() -> None:
 
 
 MISTAKES = [
-    Mistake(paged, query_tiles, "attend", "mask.hides_some(first)", "first < mask.shared_begin"),
-    Mistake(paged, query_tiles, "attend", "(mask.start, mask.end)", "(mask.start, mask.end - 1)"),
-    Mistake(paged, query_tiles, "attend", "first < mask.joint_end", "first + 16 < mask.joint_end"),
-    Mistake(paged, query_tiles, "attend", "softmax.update(scores, left)", "pass"),
+    Mistake(
+        paged, query_tiles, "attend_to_tiles", "mask.hides_some(first)", "first < mask.shared_begin"
+    ),
+    Mistake(
+        paged,
+        query_tiles,
+        "attend_to_tiles",
+        "(mask.start, mask.end)",
+        "(mask.start, mask.end - 1)",
+    ),
+    Mistake(
+        paged,
+        query_tiles,
+        "attend_to_tiles",
+        "first < mask.joint_end",
+        "first + 16 < mask.joint_end",
+    ),
+    Mistake(
+        paged, query_tiles, "attend_to_tiles", "softmax.update(scores, o, left_factor)", "scores"
+    ),
     Mistake(paged, query_tiles, "load_q", "rows.index(row)", "rows.index(row + 1)"),
     Mistake(paged, TileMask, "row_end", "token(row)", "token(row + 1)"),
     Mistake(paged, TileMask, "_is_visible", "first + column < end", "first + column <= end"),
@@ -119,7 +135,7 @@ MISTAKES = [
     Mistake(latent, BalancedSplits, "num_splits", "self.block + 1", "self.block"),
     Mistake(latent, BalancedWork, "launch_merge", "i > 0", "i >= 0"),
     Mistake(shared, MergedOutput, "prepare", "merged.weights[1]", "merged.weights[0]"),
-    Mistake(shared, MergedOutput, "prepare", "softmax.lse[h] = merged.lse", "pass"),
+    Mistake(shared, MergedOutput, "prepare", "lse[h] = merged.lse", "pass"),
     Mistake(shared, QueryRows, "row_of_q", "self.row_ids[at]", "at"),
     Mistake(shared, Items, "kv_len", "self.offset + i", "i"),
 ]

@@ -98,7 +98,7 @@ class CudaIsa(Isa):
     widen_bits = staticmethod(elements.widen_bits)
 
     widened_dtype = staticmethod(codes.narrow_dtype)
-    unit_of_codes = staticmethod(codes.unit)
+    scale_of_codes = staticmethod(codes.code_scale)
     widen_codes = staticmethod(codes.widen_in_order)
     multiply_pairs = staticmethod(codes.multiply_pairs)
 

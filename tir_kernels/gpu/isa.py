@@ -323,7 +323,7 @@ class Isa(ABC):
         """Return the 16-bit type that `widen_codes` gives on the way to `dtype`."""
 
     @abstractmethod
-    def unit_of_codes(self, codec: Codec, dtype: str) -> float:
+    def scale_of_codes(self, codec: Codec, dtype: str) -> float:
         """Return what a widened code of 1.0 in `dtype` has to be multiplied by."""
 
     @abstractmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes of quantized rows, widened to pairs of float16 or bfloat16 numbers in registers.
+"""Codes of quantized rows, widened to pairs of float16 or bfloat16 values in registers.
 
 Codes become numbers without a conversion instruction: the bits of a code are put into the mantissa
 of a power of two that is as large as the codes' range, and that power is subtracted. An 8-bit
@@ -49,8 +49,8 @@ def narrow_dtype(dtype: str) -> str:
     return "float16" if dtype == "float32" else dtype
 
 
-def unit(codec: Codec, dtype: str) -> float:
-    """Return the factor for widened codes in `dtype`: the value of a widened code of 1.0."""
+def code_scale(codec: Codec, dtype: str) -> float:
+    """Return what a widened code of 1.0 in `dtype` has to be multiplied by."""
     is_float = codec.storage_dtype == "uint8" and codec.bits == 8
     return 256.0 if is_float and narrow_dtype(dtype) == "float16" else 1.0
 
@@ -112,7 +112,7 @@ def _integers(dtype: str, word):
 def _floats(dtype: str, word):
     """The high byte of each half; a code that is no number becomes one."""
     sign = T.bitwise_and(word, _u32(0x80008000))
-    if dtype == "float16":  # an exponent that is too small by 8; see `unit`
+    if dtype == "float16":  # an exponent that is too small by 8; see `code_scale`
         rest = T.bitwise_and(T.shift_right(word, _u32(1)), _u32(0x3F803F80))
         return T.bitwise_or(rest, sign)
     rest = T.bitwise_and(T.shift_right(word, _u32(4)), _u32(0x07F007F0))

@@ -103,9 +103,9 @@ class TensorCores:
     def reorder_q(self, threads) -> None:
         """Q is multiplied as it lies in memory."""
 
-    def output_pair(self, output, n, h) -> tuple:
+    def output_pair(self, o, n, h) -> tuple:
         """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
-        return n * 8 + T.truncmod(self.lane, 4) * 2, output[n, h, 0], output[n, h, 1]
+        return n * 8 + T.truncmod(self.lane, 4) * 2, o[n, h, 0], o[n, h, 1]
 
     def k_start(self, k: SharedTiles, stage):
         """Return where two chunks of sixteen rows of K begin, for the thread."""
@@ -117,7 +117,7 @@ class TensorCores:
         return v.start(stage, T.truncmod(self.lane, 16), T.truncdiv(self.lane, 16))
 
     @inline
-    def scores(self, scores, k, stage):
+    def qk(self, scores, k, stage):
         """Compute ``Q K^T``."""
         right = T.alloc_local((4,), U32, layout=None)
         clear(scores)
@@ -147,16 +147,16 @@ class TensorCores:
                 pack(left[m * 4 + i], self.dtype, weights[n, row, 0], weights[n, row, 1])
 
     @inline
-    def accumulate(self, output, weights, v, stage):
-        """Add ``weights V``; the weights are float32, as `scores` leaves them."""
+    def pv(self, o, weights, v, stage):
+        """Add ``weights V``; the weights are float32, as `qk` leaves them."""
         right = T.alloc_local((4,), U32, layout=None)
         left = T.alloc_local((4 * self.row_tiles,), U32, layout=None)
         start = self.v_start(v, stage)
         for step in T.unroll(weights.shape[0] // 2):
             self.pack_weights(left, weights, step)
-            for pair in T.unroll(output.shape[0] // 2):
+            for pair in T.unroll(o.shape[0] // 2):
                 place = T.meta_var(v.beyond(start, step * STEP, pair * 2))
                 load_matrices(LOAD_TRANSPOSED, right, 0, v, place)
                 for n in T.unroll(2):
                     operand = T.meta_var([right[n * 2], right[n * 2 + 1]])
-                    self.multiply(output, pair * 2 + n, left, 0, operand)
+                    self.multiply(o, pair * 2 + n, left, 0, operand)

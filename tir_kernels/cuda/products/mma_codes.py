@@ -66,14 +66,14 @@ class CodeTensorCores(TensorCores):
         interleave_columns(self.q, self.q.layout.rows, threads)
         self.q.isa.sync_block()
 
-    def output_pair(self, output, n, h) -> tuple:
+    def output_pair(self, o, n, h) -> tuple:
         """A column of the output and the sums of this one and the next, of row h."""
         pair, e = T.truncdiv(n, 2), T.truncmod(n, 2)
         column = pair * COLUMNS + T.truncmod(self.lane, 4) * 4 + e * 2
-        return column, *(output[pair * 2 + side, h, e] for side in range(2))
+        return column, *(o[pair * 2 + side, h, e] for side in range(2))
 
     @inline
-    def scores(self, scores, k, stage):
+    def qk(self, scores, k, stage):
         """Compute the products of Q and the codes of K."""
         right = T.alloc_local((4,), U32, layout=None)
         clear(scores)
@@ -102,27 +102,27 @@ class CodeTensorCores(TensorCores):
                     self.multiply(scores, pair * 2 + n, self.q_operands, place, operand)
 
     @inline
-    def accumulate(self, output, weights, v, stage):
+    def pv(self, o, weights, v, stage):
         """Add the products of the weights and the codes of V."""
         right = T.alloc_local((4,), U32, layout=None)
         left = T.alloc_local((4 * self.row_tiles,), U32, layout=None)
         start = self.v_start(v, stage)
-        num_chunks = T.meta_var(int(output.shape[0]) // 2)
+        num_chunks = T.meta_var(int(o.shape[0]) // 2)
         for step in T.unroll(weights.shape[0] // 2):
             self.pack_weights(left, weights, step)
             for pair in T.unroll(-(-num_chunks // 2)):
                 place = T.meta_var(v.beyond(start, step * STEP, pair * 2))
                 load_matrices(LOAD_TRANSPOSED, right, 0, v, place)
-                self.add_columns(output, pair * 2, left, [right[0], right[1]])
+                self.add_columns(o, pair * 2, left, [right[0], right[1]])
                 if num_chunks % 2 == 0 or pair * 2 + 1 < num_chunks:
-                    self.add_columns(output, pair * 2 + 1, left, [right[2], right[3]])
+                    self.add_columns(o, pair * 2 + 1, left, [right[2], right[3]])
 
     @inline
-    def add_columns(self, output, chunk, left, words, side: int = 0):
+    def add_columns(self, o, chunk, left, words, side: int = 0):
         """Add the products with sixteen columns of V, whose codes are in two words."""
         codes = T.meta_var([widen(self.codes.codec, self.dtype, word, side) for word in words])
-        self.multiply(output, chunk * 2, left, 0, [codes[0][0], codes[1][0]])
-        self.multiply(output, chunk * 2 + 1, left, 0, [codes[0][1], codes[1][1]])
+        self.multiply(o, chunk * 2, left, 0, [codes[0][0], codes[1][0]])
+        self.multiply(o, chunk * 2 + 1, left, 0, [codes[0][1], codes[1][1]])
 
 
 @T.meta_class
@@ -150,7 +150,7 @@ class PackedCodeTensorCores(CodeTensorCores):
         return -(-self.codes.row_bytes // (2 * COLUMNS))
 
     @inline
-    def scores(self, scores, k, stage):
+    def qk(self, scores, k, stage):
         """Compute ``Q K^T``."""
         words = T.alloc_local((4 * self.num_loads,), U32, layout=None)
         sums = T.meta_var(products_of(8, int(scores.shape[1])))
@@ -192,14 +192,14 @@ class PackedCodeTensorCores(CodeTensorCores):
                         scores[tile, h, e] += sums[0, h, e] * scale
 
     @inline
-    def accumulate(self, output, weights, v, stage):
+    def pv(self, o, weights, v, stage):
         """Add ``weights V``."""
         words = T.alloc_local((4 * self.num_loads,), U32, layout=None)
         left = T.alloc_local((4 * self.row_tiles,), U32, layout=None)
         scaled = T.meta_var(products_of(16, int(weights.shape[1])))
         scales = T.meta_var(self.scales.allocate(2))
         start = self.v_start(v, stage)
-        self.scales.raise_top(weights, output, stage)
+        self.scales.raise_top(weights, o, stage)
         factor = self.scales.range.factor()
         for step in T.unroll(weights.shape[0] // 2):
             for i in T.unroll(self.num_loads):
@@ -222,4 +222,4 @@ class PackedCodeTensorCores(CodeTensorCores):
                     chunk, side = T.meta_var(self.place_of(2 * group + i))
                     first = T.meta_var(T.truncdiv(chunk, 2) * 4 + T.truncmod(chunk, 2) * 2)
                     own = T.meta_var([words[first], words[first + 1]])
-                    self.add_columns(output, 2 * group + i, left, own, side)
+                    self.add_columns(o, 2 * group + i, left, own, side)

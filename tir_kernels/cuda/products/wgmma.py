@@ -106,7 +106,7 @@ class WarpgroupProducts:
         return low[0]
 
     @inline
-    def scores(self, scores, k, stage):
+    def qk(self, scores, k, stage):
         """Compute ``Q K^T``."""
         _pin(_all(scores), "f")
         ptx("wgmma.fence.sync.aligned")
@@ -116,7 +116,7 @@ class WarpgroupProducts:
         _pin(_all(scores), "f")
 
     def multiply_rows(self, scores, stage) -> None:
-        """Start the instructions of `scores`."""
+        """Start the instructions of `qk`."""
         low = self.low_word(_K, self.k, stage)
         for step in range(self.num_steps):
             left = _descriptor(self.left, _step_of_row(self.q, step))
@@ -124,24 +124,24 @@ class WarpgroupProducts:
             ptx(self.for_scores, *_all(scores), left, right, step != 0, 1, 1, 0, 0)
 
     @inline
-    def accumulate(self, output, weights, v, stage):
-        """Add ``weights V``; the weights are float32, as `scores` leaves them."""
+    def pv(self, o, weights, v, stage):
+        """Add ``weights V``; the weights are float32, as `qk` leaves them."""
         left = T.alloc_local((weights.shape[0] * 2,), U32, layout=None)
         for n in T.unroll(weights.shape[0]):
             for h in T.unroll(2):
                 pack(left[n * 2 + h], self.dtype, weights[n, h, 0], weights[n, h, 1])
         _pin(_words(left), "r")
-        _pin(_all(output), "f")
+        _pin(_all(o), "f")
         ptx("wgmma.fence.sync.aligned")
-        self.multiply_columns(output, left, stage)
+        self.multiply_columns(o, left, stage)
         ptx("wgmma.commit_group.sync.aligned")
         ptx("wgmma.wait_group.sync.aligned", 0)
-        _pin(_all(output), "f")
+        _pin(_all(o), "f")
 
-    def multiply_columns(self, output, left, stage) -> None:
-        """Start the instructions of `accumulate`."""
+    def multiply_columns(self, o, left, stage) -> None:
+        """Start the instructions of `pv`."""
         low = self.low_word(_V, self.v, stage)
         for step in range(int(left.shape[0]) // 4):
             words = [left[step * 4 + i] for i in range(4)]
             right = _descriptor(low, step * STEP * self.v.layout.stride)
-            ptx(self.for_output, *_all(output), *words, right, True, 1, 1, 1)
+            ptx(self.for_output, *_all(o), *words, right, True, 1, 1, 1)

@@ -1,10 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of tiles of query rows: the algorithm of prefill, token trees, MLA and shared prefixes.
 
-A block takes a tile of the rows of a sequence for one KV head, as `components.tile_work` tells, and
+A block takes a tile of the rows of a sequence for one KV head, as `work.tile_work` tells, and
 attends to the columns of the sequence, tile by tile. What a row does not see is hidden from its
-scores, see `components.mask`. Where the blocks see parts of the columns only, a second kernel
+scores, see `scores.mask`. Where the blocks see parts of the columns only, a second kernel
 merges their partial states.
+
+Events of a block with s stages, for each of its tiles of rows::
+
+    begin_rows             which rows and columns; what tells them goes from registers to memory
+    attend_to_columns      for each span of columns, of which dropped positions leave two:
+        load                   copy Q, barrier, rotate it
+        compute                start to copy the first s - 1 tiles of K and V; for each tile t:
+                                   wait for tile t, barrier
+                                   start to copy tile t + s - 1, where tile t - 1 was
+                                   S = Q K^T, mask, P = softmax(S), O += P V: own rows of a warp
+                               barrier
+    finish_rows            O to global memory, through shared memory where Q was, or as a state
+                           of a split; all again with care if V is not finite
 """
 
 from collections.abc import Callable, Sequence
@@ -19,16 +32,14 @@ from ...spec import LOG2E, KernelSpec
 from ..isa import isa_of
 from ..registers import WARP, as_count
 from ..scores.block_memory import BlockMemory
-from ..scores.logits import Logits
 from ..scores.mask import TileMask
 from ..scores.non_finite_v import NonFiniteGuard
 from ..scores.query_rows import QueryRows
-from ..scores.softmax import OnlineSoftmax, products_of
+from ..scores.softmax import Logits, OnlineSoftmax, products_of
 from ..scores.tree import NoTree, TreeMask
 from ..tiles.code_pipeline import kv_pipeline
-from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
-from ..tiles.inline_rope import InlineRope
 from ..tiles.pipeline import ThreadGroup, copy_rows, zero_padding
+from ..tiles.rotations import InlineRope, hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import suits_first
@@ -76,104 +87,136 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
     with call.allocated():
         size = T.meta_var((tiling.num_threads, tiling.min_blocks))
         with isa.launch(call.grid, *size, waits=False) as (blocks, thread):
-            shared = isa.shared_memory(tiling.num_bytes, 1024)
-            q = SharedTiles(shared, 0, tiling.q)
-            o = SharedTiles(shared, 0, tiling.o)
-            work = call.of_block(blocks)
-            rows = QueryRows(spec, tiling, work)
-            sync = T.meta_var(isa.tile_barrier(tiling))
-            threads = T.meta_var(ThreadGroup(rows.thread, tiling.num_threads, sync))
-            kv_rows = batch.make_rows(tiling.rows_per_thread)
-            pipeline = kv_pipeline(
-                spec,
-                tiling,
-                shared,
-                max(q.end, o.end),
-                replace(threads, thread=thread),
-                work.slice,
-                kv_rows,
-            )
-            k, scales = pipeline.k, pipeline.scales
-            memory = BlockMemory(shared, pipeline.end_byte, tiling)
-            tree = NoTree() if a.tree_order is None else TreeMask(a, tiling, rows, memory)
-            mask = TileMask(batch.visible, batch.sequences, a, tree, tiling, rows, memory)
-            guard = NonFiniteGuard(spec, tiling, rows, memory, batch.lse_before is None, sync)
-            rope = InlineRope(spec, a.rotary_mode)
-            logits = Logits(spec, rows.count, rows.lane, leaves_scale=tiling.is_hopper)
-            softmax = OnlineSoftmax(isa, tiling.columns, rows.count)
-            scores = products_of(tiling.positions, rows.count)
-            output = tile_output(batch.lse_before, memory, spec, tiling, a, rows, call, o)
-            q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
-
-            factor = T.meta_var(a.sm_scale * T.float32(LOG2E))
-            left = T.meta_var(logits.left_of(factor))
-            work.take_split(T.truncmod(thread, WARP))
-            isa.wait_for_kernels_before()
-            while work.has_next():
-                work.advance()
-                sequence = T.meta_var(batch.items.offset + work.item)
-                tree.begin_sequence(sequence)
-                mask.begin(sequence)
-                rope.begin(mask.k_offset + work.kv_len - mask.gap.num_dropped)
-                kv_rows.begin(batch.items.kv_indptr[sequence], work.head)
-                fields = T.meta_var(
-                    (mask.k_offset, *work.variables, *mask.gap.fields, *kv_rows.variables)
-                )
-                memory.store(fields, thread)
-                guard.begin()
-                while guard.has_pass():  # a second one only where V is not finite
-                    rows.begin(thread)
-                    v = pipeline.v.from_chunk(T.truncdiv(rows.v_begin, pipeline.v.layout.per_chunk))
-                    products = isa.tile_products(tiling, q, k, v, rows)
-                    tree.begin(mask.k_offset)
-                    softmax.reset()
-                    scales.reset()
-                    guard.begin_pass()
-                    zero_padding(q, spec.qk_head_dim, rows.thread, tiling.num_threads)
-                    zero_padding(k, spec.qk_head_dim, rows.thread, tiling.num_threads)
-                    i = 0
-                    while i < mask.gap.num_spans:
-                        memory.load()  # before the pass and behind it: no register keeps anything
-                        span = T.meta_var(mask.span(i))
-                        mask.begin_span(span)
-                        if mask.start < mask.end:
-                            set_positions(logits, rows, mask, span, a)
-                            mask.keep_bounds(span, thread)
-                            load_q(q, tiling, a, rows, mask, span, rope, q_blocks, threads)
-                            products.begin()
-                            pipeline.begin(mask.start, mask.end)
-                            for tile in T.serial(pipeline.num_tiles):
-                                pipeline.wait(tile)
-                                first = pipeline.first_position(tile)
-                                stage = pipeline.stage(tile)
-                                tree.begin_tile(first, rope, logits.has_alibi)
-                                guard.begin_tile(pipeline, stage)
-                                position = T.meta_var(mask.position_of(span, first))
-                                rope.rotate(k, stage, tiling.positions, threads, position)
-                                if first < mask.joint_end:
-                                    products.scores(scores, k, stage)
-                                    scales.scale_scores(scores, stage, rows.lane)
-                                    logits.scale(scores, factor, position)
-                                    guard.mark(logits, scores)
-                                    if mask.hides_some(first):
-                                        mask.hide(logits, scores, first)
-                                    softmax.update(scores, left)
-                                    scales.scale_weights(scores, softmax.output, stage, rows.lane)
-                                    products.accumulate(softmax.output, scores, v, stage)
-                            q.isa.sync_block()  # others may still read the last tile
-                        memory.load()
-                        i += 1
-                    sink = T.meta_var(lambda h: sink_of(a, rows.index(rows.own(h)), work.is_whole))
-                    softmax.finish(sink, left)
-                    scales.finish(softmax.output)
-                    rotate_accumulators(isa, softmax.output, o_blocks, rows.lane)
-                    output.prepare(softmax)
-                    if guard.is_first_pass():
-                        output.store_lse(softmax.lse, thread)
-                    guard.end_pass(softmax, output.v_begin)
-                    if guard.is_done():
-                        output.store_rows(softmax.output, thread)
+            attend_to_tiles(spec, a, batch, tiling, call, blocks, thread)
         call.launch_merge()
+
+
+@inline
+def attend_to_tiles(spec, a, batch: Batch, tiling: Tiling, call, blocks, thread):
+    """Attend with the rows of a block's tiles, one after the other.
+
+    Parameters
+    ----------
+    spec, a, batch, tiling : see `attend`
+    call : FixedWork or BalancedWork
+    blocks, thread : what `Isa.launch` yields
+    """
+    # ---- Setup -----------------------------------------------------------------------------------
+    isa = T.meta_var(isa_of(spec.target))
+    shared = isa.shared_memory(tiling.num_bytes, 1024)
+    q_tile = SharedTiles(shared, 0, tiling.q)
+    o_tile = SharedTiles(shared, 0, tiling.o)
+    work = call.of_block(blocks)
+    rows = QueryRows(spec, tiling, work)
+    sync = T.meta_var(isa.tile_barrier(tiling))
+    threads = T.meta_var(ThreadGroup(rows.thread, tiling.num_threads, sync))
+    producers = T.meta_var(replace(threads, thread=thread))
+    kv_rows = batch.make_rows(tiling.rows_per_thread)
+    kv_begin = T.meta_var(max(q_tile.end, o_tile.end))
+    pipeline = kv_pipeline(spec, tiling, shared, kv_begin, producers, work.slice, kv_rows)
+    k, scales = pipeline.k, pipeline.scales
+    memory = BlockMemory(shared, pipeline.end_byte, tiling)
+    tree = NoTree() if a.tree_order is None else TreeMask(a, tiling, rows, memory)
+    mask = TileMask(batch.visible, batch.sequences, a, tree, tiling, rows, memory)
+    guard = NonFiniteGuard(spec, tiling, rows, memory, batch.lse_before is None, sync)
+    rope = InlineRope(spec, a.rotary_mode)
+    logits = Logits(spec, rows.count, rows.lane, leaves_scale=tiling.is_hopper)
+    softmax = OnlineSoftmax(isa, rows.count)
+    o = products_of(tiling.columns, rows.count)
+    scores = products_of(tiling.positions, rows.count)
+    output = tile_output(batch.lse_before, memory, spec, tiling, a, rows, call, o_tile)
+    q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
+    factor = T.meta_var(a.sm_scale * T.float32(LOG2E))
+    left_factor = T.meta_var(logits.left_of(factor))
+
+    @inline
+    def begin_rows():
+        """Find the next tile of rows, and the columns of their sequence."""
+        work.advance()
+        sequence = T.meta_var(batch.items.offset + work.item)
+        tree.begin_sequence(sequence)
+        mask.begin(sequence)
+        rope.begin(mask.k_offset + work.kv_len - mask.gap.num_dropped)
+        kv_rows.begin(batch.items.kv_indptr[sequence], work.head)
+        which = T.meta_var((mask.k_offset, *work.variables, *mask.gap.fields, *kv_rows.variables))
+        memory.spill(which, thread)
+        guard.begin()
+
+    @inline
+    def load(span):
+        """Load Q, rotated, and start to copy the first tiles of K and V of a span."""
+        set_positions(logits, rows, mask, span, a)
+        mask.keep_bounds(span, thread)
+        load_q(q_tile, tiling, a, rows, mask, span, rope, q_blocks, threads)
+
+    @inline
+    def compute(products, v, span):
+        """Attend to the tiles of a span."""
+        products.begin()
+        pipeline.begin(mask.start, mask.end)
+        for tile in T.serial(pipeline.num_tiles):
+            pipeline.wait(tile)
+            first = pipeline.first_position(tile)
+            stage = pipeline.stage(tile)
+            tree.begin_tile(first, rope, logits.has_alibi)
+            guard.begin_tile(pipeline, stage)
+            position = T.meta_var(mask.position_of(span, first))
+            rope.rotate(k, stage, tiling.positions, threads, position)
+            if first < mask.joint_end:
+                products.qk(scores, k, stage)  # S = Q K^T
+                scales.scale_scores(scores, stage, rows.lane)
+                logits.scale(scores, factor, position)
+                guard.mark(logits, scores)
+                if mask.hides_some(first):
+                    mask.hide(logits, scores, first)
+                weights = T.meta_var(softmax.update(scores, o, left_factor))  # P, where S was
+                scales.scale_weights(weights, o, stage, rows.lane)
+                products.pv(o, weights, v, stage)  # O += P V
+        isa.sync_block()  # others may still read the last tile
+
+    @inline
+    def attend_to_columns():
+        """Attend to all columns that the rows see: one span of them, or two."""
+        rows.begin(thread)
+        v = pipeline.v.from_chunk(T.truncdiv(rows.v_begin, pipeline.v.layout.per_chunk))
+        products = isa.tile_products(tiling, q_tile, k, v, rows)
+        tree.begin(mask.k_offset)
+        softmax.reset(o)
+        scales.reset()
+        guard.begin_pass()
+        zero_padding(q_tile, spec.qk_head_dim, rows.thread, tiling.num_threads)
+        zero_padding(k, spec.qk_head_dim, rows.thread, tiling.num_threads)
+        i = 0
+        while i < mask.gap.num_spans:
+            span = T.meta_var(mask.begin_span(i))
+            if mask.start < mask.end:
+                load(span)
+                compute(products, v, span)
+            mask.end_span()
+            i += 1
+
+    @inline
+    def finish_rows():
+        """Divide the sums, and store O and its logs, or a partial state."""
+        sink = T.meta_var(lambda h: sink_of(a, rows.index(rows.own(h)), work.is_whole))
+        softmax.finish(o, sink, left_factor)
+        scales.finish(o)
+        rotate_accumulators(isa, o, o_blocks, rows.lane)
+        output.prepare(o, softmax.lse)
+        if guard.is_first_pass():
+            output.store_lse(softmax.lse, thread)
+        guard.end_pass(o, softmax.lse, output.v_begin)
+        if guard.is_done():
+            output.store_rows(o, thread)
+
+    # ---- The loop, as drawn above ----------------------------------------------------------------
+    work.take_split(T.truncmod(thread, WARP))
+    isa.wait_for_kernels_before()
+    while work.has_next():
+        begin_rows()
+        while guard.has_pass():  # a second one only where V is not finite
+            attend_to_columns()
+            finish_rows()
 
 
 @inline

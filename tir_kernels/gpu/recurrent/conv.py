@@ -41,7 +41,7 @@ def causal_conv(spec: ConvSpec):
             channel = (part * THREADS + thread) * run
             filters = T.alloc_local((run * width,), F32, layout=None)
             biases = T.alloc_local((run,), F32, layout=None)
-            numbers = T.alloc_local((run,), F32, layout=None)
+            inputs = T.alloc_local((run,), F32, layout=None)
             sums = T.alloc_local((run,), F32, layout=None)
             weights = RequestedRows(isa, run * width, spec.dtype)
             rows = RequestedRows(isa, run, spec.dtype, width)
@@ -68,10 +68,10 @@ def causal_conv(spec: ConvSpec):
                     for e in T.unroll(run):
                         sums[e] = biases[e]
                     for i in T.unroll(width):
-                        rows.take(numbers, i)
+                        rows.take(inputs, i)
                         for e in T.unroll(run):
                             factor = T.meta_var(filters[e * width + i])
-                            sums[e] = isa.fused_multiply_add(numbers[e], factor, sums[e])
+                            sums[e] = isa.fused_multiply_add(inputs[e], factor, sums[e])
                     if spec.activation == "silu":
                         for e in T.unroll(run):
                             sums[e] = silu(isa, sums[e])

@@ -42,7 +42,7 @@ class RequestedRows:
                 words = Registers(self.num_bytes // 4, U32, "words")
                 self.isa.load_words(words, array, (*row, first + start), self.num_bytes)
             else:
-                words = Registers(self.run, F32, "numbers")
+                words = Registers(self.run, F32, "values")
                 for e in range(self.run):
                     words[e] = T.cast(array[(*row, first + start + e)], F32)
             for e in range(words.count):
@@ -53,13 +53,13 @@ class RequestedRows:
         for e in range(self.size):
             T.buffer_store(self.buffer, tirx.const(0, self.register_dtype), [i * self.size + e])
 
-    def take(self, numbers, i=0) -> None:
+    def take(self, values, i=0) -> None:
         """Store the elements of row i as float32."""
         words = Registers(self.size, self.register_dtype, "held")
         for e in range(self.size):
             words[e] = self.buffer[i * self.size + e]
         if self.is_words:
-            self.isa.widen_words(words, self.dtype, Registers.of(numbers))
+            self.isa.widen_words(words, self.dtype, Registers.of(values))
         else:
             for e in range(self.size):
-                T.buffer_store(numbers, words[e], [e])
+                T.buffer_store(values, words[e], [e])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of float32 numbers quantized into pages, and read back, by a warp each.
+"""Rows of float32 values quantized into pages, and read back, by a warp each.
 
 The bits of a number, shifted left by one, with the sign behind them, order numbers by magnitude,
 NaN above all. So one maximum finds the value that decides a scale, and whether all are finite.
@@ -16,7 +16,7 @@ from ...layout import QuantizedPages
 from ...semantics.hadamard import k_parts
 from ..isa import isa_of
 from ..registers import F32, I32, U32, WARP, Registers, index_temp, temp
-from ..tiles.hadamard import blocks_of, rotate_registers
+from ..tiles.rotations import blocks_of, rotate_registers
 
 RUN = 4  # columns that a lane has side by side: their codes are a word
 _INFINITE = 0xFF000000  # the key of infinities; that of NaN is larger
@@ -65,7 +65,7 @@ class Runs:
 
 @T.meta_class
 class QuantizedRows:
-    """Quantizes rows of numbers into pages, and reads them back.
+    """Quantizes rows of values into pages, and reads them back.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class QuantizedRows:
         self.isa.sync_warp()
 
     def dequantize(self, row: Sequence, sink, sink_row: Sequence, worker) -> None:
-        """Write the numbers that row `row` stands for, rounded to the type of `sink`."""
+        """Write the values that row `row` stands for, rounded to the type of `sink`."""
         spec, lane = self.pages.spec, worker.lane()
         parts = [(begin, end, RUN) for begin, end in self.pages.groups]
         if self.codec.has_hadamard:
@@ -144,15 +144,15 @@ class QuantizedRows:
             if self.codec.has_hadamard:
                 rotate_registers(self.isa, runs.values, lane)
             for turn, column in runs.each():
-                numbers = Registers(length, F32, "numbers")
+                values = Registers(length, F32, "values")
                 for i in range(length):
-                    numbers[i] = runs.values[turn * length + i]
-                self.isa.store_floats(sink, (*sink_row, column), numbers)
+                    values[i] = runs.values[turn * length + i]
+                self.isa.store_floats(sink, (*sink_row, column), values)
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
-        """Load the numbers that some codes stand for; they are rotated where the codec rotates."""
+        """Load the values that some codes stand for; they are rotated where the codec rotates."""
         pages, codec = self.pages, self.codec
-        numbers, scale = Registers(count, F32, "numbers"), pages.scale(row, pages.group_of(column))
+        values, scale = Registers(count, F32, "values"), pages.scale(row, pages.group_of(column))
         scale = temp(scale)
         for i in range(count):
             if codec.is_packed:
@@ -161,8 +161,8 @@ class QuantizedRows:
                 value = T.cast(pages.codes[(*row, column + i)], F32)
             else:
                 value = _float_of(T.cast(pages.codes[(*row, column + i)], U32))
-            numbers[i] = value * scale
-        return numbers
+            values[i] = value * scale
+        return values
 
     def _load_packed(self, row: Sequence, column):
         """The packed code of a column: int32."""

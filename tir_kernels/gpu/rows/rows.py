@@ -70,7 +70,7 @@ class RowCopy:
             copy_runs(self.teams, self.source, source_row, self.sink, sink_row, 0)
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
-        """Load some numbers of a row."""
+        """Load some values of a row."""
         return self.worker.isa.load_floats(self.source, (*row, column), count)
 
 
@@ -145,7 +145,7 @@ class RowRotation:
                 copy_runs(self.teams, self.source, source_row, self.sink, sink_row, 0)
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
-        """Load some numbers of a row."""
+        """Load some values of a row."""
         return self.worker.isa.load_floats(self.source, (*row, column), count)
 
     def _rotate_run(self, cos_sin, start, source_row: Sequence, sink_row: Sequence) -> None:
@@ -164,30 +164,30 @@ class RowRotation:
 
 
 class RotatedRows:
-    """The numbers of rows, rotated while they are loaded."""
+    """The values of rows, rotated while they are loaded."""
 
     def __init__(self, source, cos_sin: CosSin):
         self.source, self.cos_sin, self.half = source, cos_sin, cos_sin.half
         self.isa = cos_sin.worker.isa
 
     def load_run(self, row: Sequence, column, count: int) -> Registers:
-        """Load some numbers of a row."""
-        numbers = Registers(count, F32, "rotated")
+        """Load some values of a row."""
+        values = Registers(count, F32, "rotated")
         if self.half % count == 0:
-            self._rotate(row, column, count, numbers)
-            return numbers
+            self._rotate(row, column, count, values)
+            return values
         for i in range(count):  # some of the run may be of the other half, or not rotated
             one = Registers(1, F32, "one")
             self._rotate(row, column + i, 1, one)
-            numbers[i] = one[0]
-        return numbers
+            values[i] = one[0]
+        return values
 
-    def _rotate(self, row: Sequence, column, count: int, numbers: Registers) -> None:
+    def _rotate(self, row: Sequence, column, count: int, values: Registers) -> None:
         """Rotate a run of columns, all of which are of one half, or behind both."""
         half = self.half
         own = self.isa.load_floats(self.source, (*row, column), count)
         for i in range(count):
-            numbers[i] = own[i]
+            values[i] = own[i]
         with T.If(column < 2 * half), T.Then():
             is_first = index_temp(T.cast(column < half, "int32")) != 0
             partner = T.if_then_else(is_first, column + half, column - half)
@@ -196,7 +196,7 @@ class RotatedRows:
             for i in range(count):
                 cos, sin = self.cos_sin.at(start + i)
                 sin = T.if_then_else(is_first, -sin, sin)
-                numbers[i] = own[i] * cos + partner[i] * sin
+                values[i] = own[i] * cos + partner[i] * sin
 
 
 @T.meta_class

@@ -29,7 +29,7 @@ class Worker:
     ----------
     spec : KernelSpec
     computed : sequence of buffers
-        Those with rows of numbers that are blended.
+        Those with rows that are blended.
     """
 
     lanes = 1
@@ -82,7 +82,7 @@ class Worker:
         return T.serial(T.truncdiv(self.thread, WARP), T.cast(count, "int32"), step=WARPS)
 
     def warp_scratch(self) -> tuple:
-        """Return room for a row of numbers of the thread's warp: a table, and where it begins."""
+        """Return room for a row of values of the thread's warp: a table, and where it begins."""
         begin = 2 * max(1, self.spec.rope.rotary_dim // 2)
         warp = T.truncdiv(self.thread, WARP)
         return self.shared, index_temp(begin + warp * self.spec.qk_head_dim)

@@ -50,8 +50,8 @@ class BlockMemory:
         return self.words_begin + i * 4
 
     @inline
-    def store(self, variables, thread):
-        """Store int32 variables, equal in all threads, for `load`.
+    def spill(self, variables, thread):
+        """Store int32 variables, equal in all threads, for `reload`.
 
         All threads must have loaded the variables of the last call by then.
         """
@@ -68,8 +68,8 @@ class BlockMemory:
         for i, variable in enumerate(self.variables):
             self.shared.store(self.word(i), T.cast(variable, U32))
 
-    def load(self) -> None:
-        """Load the variables that were stored."""
+    def reload(self) -> None:
+        """Load the variables that were spilled: registers need not have kept them."""
         words = Registers(len(self.variables), U32, "words")
         for i in range(words.count):
             self.shared.load([words[i]], self.word(i))

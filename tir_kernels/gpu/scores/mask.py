@@ -78,6 +78,17 @@ class TileMask:
         """Return a span of the sequence."""
         return self.gap.span(i, self.work.kv_len, self.k_offset)
 
+    def begin_span(self, i) -> Span:
+        """Find the columns of a span that the block attends to."""
+        self.memory.reload()
+        span = self.span(i)
+        self._find_columns(span)
+        return span
+
+    def end_span(self) -> None:
+        """Forget what `begin_span` found, so that no register keeps it."""
+        self.memory.reload()
+
     def row_position(self, span: Span, q_position: Callable, row):
         """Return the RoPE position of a row of the tile; `q_position` is that of a row of Q."""
         own = q_position(self.rows.row_of_q(row))
@@ -106,8 +117,7 @@ class TileMask:
         return T.max(begin, span.first_seen(self.visible.own(*arguments)))
 
     @inline
-    def begin_span(self, span):
-        """Find the columns of a span that the block attends to."""
+    def _find_columns(self, span):
         self.start = self.row_begin(0, span)
         self.end = T.min(self.row_end(self.tiling.rows - 1), span.end)
         self.work.clip(self)

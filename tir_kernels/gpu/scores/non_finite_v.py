@@ -157,8 +157,8 @@ class NonFiniteGuard:
         return T.bitwise_and(bit, T.uint32(1)) != T.uint32(0)
 
     @inline
-    def end_pass(self, softmax, v_begin):
-        """Decide whether the block has to attend again, for which all its threads meet."""
+    def end_pass(self, o, lse, v_begin):
+        """Decide whether the block has to attend again, behind a barrier."""
         if self.is_needed:
             check = T.alloc_local((self.rows.count,), F32, layout=None)
             for h in T.unroll(self.rows.count):
@@ -167,9 +167,9 @@ class NonFiniteGuard:
                 for h in T.unroll(self.rows.count):
                     for e in T.unroll(2):
                         # Adds 0, or NaN for what is not finite.
-                        value = T.meta_var(self._column(softmax.output, n, h, e, v_begin))
+                        value = T.meta_var(self._column(o, n, h, e, v_begin))
                         check[h] = self.isa.fused_multiply_add(value, T.float32(0), check[h])
-            if functools.reduce(T.Or, [self._is_wrong(check, softmax, h) for h in self.own_rows]):
+            if functools.reduce(T.Or, [self._is_wrong(check, lse, h) for h in self.own_rows]):
                 self.shared.store(self.memory.word(_NEEDED), T.uint32(1))
             self.isa.sync_block()
             needed = T.uint32(0)
@@ -182,14 +182,14 @@ class NonFiniteGuard:
         else:
             self.mode = _DONE
 
-    def _column(self, output, n, h, e, v_begin):
+    def _column(self, o, n, h, e, v_begin):
         """Return an output; behind the columns of V, which may hold anything, 0."""
-        value = output[n, h, e]
+        value = o[n, h, e]
         if self.tiling.slices == 1:
             return value
         return T.if_then_else(v_begin + n * 8 < self.width, value, T.float32(0))
 
     @staticmethod
-    def _is_wrong(check, softmax, h: int):
+    def _is_wrong(check, lse, h: int):
         """Whether a row that is not finite is not meant to be, by its log."""
-        return T.And(check[h] != T.float32(0), softmax.lse[h] < T.float32(LARGEST))
+        return T.And(check[h] != T.float32(0), lse[h] < T.float32(LARGEST))

@@ -2,8 +2,8 @@
 """The pipeline of quantized K and V: codes and scales are copied, and widened when they are there.
 
 The stages hold codes, so as many bytes are in flight as pages have. A tile that has arrived is
-widened once for all warps that multiply it: to numbers of the type of Q, and one scale for each row
-of K and V. Where the columns of a row have several scales, its numbers are multiplied by these
+widened once for all warps that multiply it: to values of the type of Q, and one scale for each row
+of K and V. Where the columns of a row have several scales, its values are multiplied by these
 relative to the largest one.
 """
 
@@ -91,7 +91,7 @@ class CodePipeline(KvPipeline):
     def _copy_row(self, i, position, num_bytes, stage):
         """Copy the codes and scales of the thread's i-th row; nothing where `num_bytes` is 0."""
         row = T.meta_var(i * self.row_step + self.row)
-        size = T.min(num_bytes, self.codes.unit_bytes)
+        size = T.min(num_bytes, self.codes.copied_bytes)
         self._copy_codes(K_PLANE, self.k_codes, self.codes.row_bytes, (i, position, size, stage))
         if not self.codes.is_latent:
             self._copy_codes(V_PLANE, self.v_codes, self.codes.v_bytes, (i, position, size, stage))
@@ -105,10 +105,10 @@ class CodePipeline(KvPipeline):
 
     @inline
     def _copy_codes(self, plane: int, tiles, row_bytes: int, at):
-        for turn in T.unroll(-(-(row_bytes // self.codes.unit_bytes) // THREADS_PER_ROW)):
-            byte = (turn * THREADS_PER_ROW + self.chunk) * self.codes.unit_bytes
+        for turn in T.unroll(-(-(row_bytes // self.codes.copied_bytes) // THREADS_PER_ROW)):
+            byte = (turn * THREADS_PER_ROW + self.chunk) * self.codes.copied_bytes
             if byte < self._bytes_left(plane, row_bytes):
-                self._copy_unit(plane, tiles, byte, at)
+                self._copy_bytes(plane, tiles, byte, at)
 
     @property
     def _is_sliced(self) -> bool:
@@ -119,13 +119,13 @@ class CodePipeline(KvPipeline):
         is_slice = plane == V_PLANE and self._is_sliced
         return self.codes.v_head_dim - self.v_begin if is_slice else row_bytes
 
-    def _copy_unit(self, plane: int, tiles: SharedTiles, byte, at: tuple) -> None:
+    def _copy_bytes(self, plane: int, tiles: SharedTiles, byte, at: tuple) -> None:
         i, position, size, stage = at
         row = i * self.row_step + self.row
         to = tiles.place(stage, row, T.truncdiv(byte, 16), T.truncmod(byte, 16))
         first_byte = self.v_begin if plane == V_PLANE and self._is_sliced else 0
         source = self.rows.code_source(plane, i, position, first_byte + byte)
-        self.memory.copy(to, source, self.codes.unit_bytes, size)
+        self.memory.copy(to, source, self.codes.copied_bytes, size)
 
     def _plane_of(self, word, i, position) -> tuple:
         """Return the arguments of `QuantizedRows.scale_source` for a word of a slot."""
@@ -196,7 +196,7 @@ class CodePipeline(KvPipeline):
     def _make_ratios(self, at):
         """Find what the scales of a row's groups are relative to, and leave their ratios.
 
-        4 bits: a power of two, so that the numbers of a group are multiplied exactly. MLA: the
+        4 bits: a power of two, so that the values of a group are multiplied exactly. MLA: the
         scale of the columns that are V, unless the others would leave the range of float16. The
         scale of the row is NaN if one of its groups is.
         """
@@ -227,14 +227,14 @@ class CodePipeline(KvPipeline):
     @inline
     def _widen(self, first, stage, plane: int, source, to, row_bytes: int):
         """Widen the codes of K or V of a stage, whose positions begin at `first`."""
-        num_units = T.meta_var(row_bytes // self.codes.widened_bytes)
-        num_items = T.meta_var(self.tiling.positions * num_units)
+        num_runs = T.meta_var(row_bytes // self.codes.widened_bytes)
+        num_items = T.meta_var(self.tiling.positions * num_runs)
         for turn in T.serial(T.ceildiv(num_items, self.threads.num_threads)):
             item = turn * self.threads.num_threads + self.threads.thread
             if item < num_items:
-                row = T.truncdiv(item, num_units)
-                unit = T.truncmod(item, num_units)
-                byte = unit * self.codes.widened_bytes
+                row = T.truncdiv(item, num_runs)
+                run = T.truncmod(item, num_runs)
+                byte = run * self.codes.widened_bytes
                 words = T.meta_var(self._load_codes(source, stage, row, byte))
                 self._widen_words(words, to, row, byte, (first, stage, row, plane), 0)
                 if self.codes.codec.bits == 4:  # the other codes of the bytes, half a row away
@@ -249,29 +249,29 @@ class CodePipeline(KvPipeline):
 
     @inline
     def _widen_words(self, words, to, row, column, at, half: int):
-        """Store the numbers of a run of columns, which are of one group."""
-        pairs = T.meta_var(self._pairs(words, half, column, at))
+        """Store the values of a run of columns, which are of one group."""
+        wide = T.meta_var(self._wide_words(words, half, column, at))
         if at[3] == V_PLANE and self.tiling.slices > 1 and self.codes.codec.bits == 4:
             own = column - self.v_begin
             if T.And(own >= 0, own < self.tiling.columns):
-                self._store_words(to, row, own, pairs)
+                self._store_words(to, row, own, wide)
         else:
-            self._store_words(to, row, column, pairs)
+            self._store_words(to, row, column, wide)
 
-    def _pairs(self, words: list, half: int, column, at: tuple) -> list:
+    def _wide_words(self, words: list, half: int, column, at: tuple) -> list:
         """Return the words of the tile of K or V."""
         codec, dtype = self.codes.codec, self.tiling.kv_dtype
-        pairs = []
+        wide = []
         for word in words:
-            pairs += self.isa.widen_codes(codec, self.isa.widened_dtype(dtype), word, half)
+            wide += self.isa.widen_codes(codec, self.isa.widened_dtype(dtype), word, half)
         ratio = self._group_scale(*at, self._group_of(column)) if self.has_ratios else None
         if dtype != F32 and ratio is None:
-            return pairs
+            return wide
         if dtype != F32 and codec.bits == 4:
             factor = Registers(1, U32, "factor")
             self.isa.pack(factor[0], dtype, ratio, ratio)
-            return [self.isa.multiply_pairs(dtype, pair, factor[0]) for pair in pairs]
-        return [word for pair in pairs for word in self._scaled(pair, ratio)]
+            return [self.isa.multiply_pairs(dtype, pair, factor[0]) for pair in wide]
+        return [word for pair in wide for word in self._scaled(pair, ratio)]
 
     def _group_of(self, column):
         if self.codes.codec.group_size:
@@ -280,10 +280,10 @@ class CodePipeline(KvPipeline):
             return 0
         return index_temp(T.if_then_else(column < self.codes.v_head_dim, 0, 1))
 
-    def _scaled(self, pair, ratio) -> list:
-        """Return a pair of numbers times a ratio, if there is one: two words of float32, or one."""
+    def _scaled(self, word, ratio) -> list:
+        """Return two values times a ratio, if there is one: two words of float32, or one word."""
         dtype, values = self.tiling.kv_dtype, Registers(2, F32, "values")
-        self.isa.unpack(pair, self.isa.widened_dtype(dtype), values[0], values[1])
+        self.isa.unpack(word, self.isa.widened_dtype(dtype), values[0], values[1])
         if ratio is not None:
             for e in range(2):
                 values[e] = values[e] * ratio

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of what a tile of quantized K and V takes in shared memory, besides its wide numbers."""
+"""Sizes of what a tile of quantized K and V takes in shared memory, besides its wide values."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class CodeTiling:
         return min(self.codec.row_bytes(self.v_head_dim), self.columns)
 
     @property
-    def unit_bytes(self) -> int:
+    def copied_bytes(self) -> int:
         """Bytes that a thread copies at once; all of them are in one group of scales."""
         return math.gcd(CHUNK_BYTES, self.row_bytes, self.codec.row_bytes(self.v_head_dim))
 
     @property
     def widened_bytes(self) -> int:
-        """Bytes that a thread widens at once: with 4 bits each gives two numbers."""
-        return min(self.unit_bytes, CHUNK_BYTES * self.codec.bits // 8)
+        """Bytes that a thread widens at once: with 4 bits each gives two values."""
+        return min(self.copied_bytes, CHUNK_BYTES * self.codec.bits // 8)
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:

@@ -42,12 +42,12 @@ class MultiplyAdds:
     def reorder_q(self, threads) -> None:
         """Q is multiplied as it lies in memory."""
 
-    def output_pair(self, output, n, h) -> tuple:
+    def output_pair(self, o, n, h) -> tuple:
         """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
-        return n * 8 + self.column, output[n, h, 0], output[n, h, 1]
+        return n * 8 + self.column, o[n, h, 0], o[n, h, 1]
 
     @inline
-    def scores(self, scores, k, stage):
+    def qk(self, scores, k, stage):
         """Compute ``Q K^T``."""
         rows = T.meta_var(range(int(scores.shape[1])))
         clear(scores)
@@ -61,9 +61,9 @@ class MultiplyAdds:
                         add_products(scores, n, e, [left[h][i] for h in rows], right[i])
 
     @inline
-    def accumulate(self, output, weights, v, stage):
+    def pv(self, o, weights, v, stage):
         """Add ``weights V``; the four lanes of a row tell each other the weights."""
-        rows = T.meta_var(range(int(output.shape[1])))
+        rows = T.meta_var(range(int(o.shape[1])))
         first_lane = T.meta_var(self.lane - T.truncmod(self.lane, 4))
         weight = T.alloc_local((len(rows),), F32, layout=None)
         for n in T.unroll(weights.shape[0]):
@@ -73,10 +73,10 @@ class MultiplyAdds:
                     for h in T.unroll(len(rows)):
                         weight[h] = self.q.isa.shuffle_from(weights[n, h, t], first_lane + lane)
                     row = T.meta_var(n * 8 + lane * 2 + t)
-                    for c in T.unroll(output.shape[0]):
+                    for c in T.unroll(o.shape[0]):
                         right = T.meta_var(v.load_floats(stage, row, c * 8 + self.column, 2))
                         for e in T.unroll(2):
-                            add_products(output, c, e, [weight[h] for h in rows], right[e])
+                            add_products(o, c, e, [weight[h] for h in rows], right[e])
 
 
 def add_products(sums, n, e, left: list, right) -> None:

@@ -45,7 +45,7 @@ class WeightRange:
 
     def __init__(self, isa, codec: Codec, dtype: str):
         self.isa, self.is_limited = isa, dtype == "float16"
-        self.unit = isa.unit_of_codes(codec, dtype)
+        self.code_scale = isa.scale_of_codes(codec, dtype)
         self.top = T.local_scalar(F32)  # a power of two
 
     def factor(self):
@@ -69,9 +69,9 @@ class WeightRange:
     @inline
     def finish(self, output):
         """Multiply the output by what weights were divided by."""
-        if self.is_limited or self.unit != 1.0:
+        if self.is_limited or self.code_scale != 1.0:
             top = T.meta_var(self.top if self.is_limited else T.float32(1))
-            scale_all(output, temp(top * T.float32(self.unit)))
+            scale_all(output, temp(top * T.float32(self.code_scale)))
 
 
 @T.meta_class
@@ -130,7 +130,7 @@ class RowScales(NoScales):
         """Multiply the output by what weights were divided by."""
         self.range.finish(output)
 
-    def pair(self, plane: int, tile, lane, n, factor=None) -> list:
+    def scales_of_columns(self, plane: int, tile, lane, n, factor=None) -> list:
         """Load the scales of the thread's two columns of tile n of eight positions."""
         words = Registers(4, U32, "scales")
         row = n * 8 + T.truncmod(lane, 4) * 2
@@ -141,9 +141,10 @@ class RowScales(NoScales):
     @inline
     def scale_scores(self, scores, tile, lane):
         """Multiply scores by the scales of their rows of K."""
-        unit = T.meta_var(None if self.range.unit == 1.0 else T.float32(self.range.unit))
+        of_codes = T.meta_var(self.range.code_scale)
+        factor = T.meta_var(None if of_codes == 1.0 else T.float32(of_codes))
         for n in T.unroll(scores.shape[0]):
-            scale = T.meta_var(self.pair(K_PLANE, tile, lane, n, unit))
+            scale = T.meta_var(self.scales_of_columns(K_PLANE, tile, lane, n, factor))
             for h in T.unroll(scores.shape[1]):
                 scores[n, h, 0] *= scale[0]
                 scores[n, h, 1] *= scale[1]
@@ -157,12 +158,12 @@ class RowScales(NoScales):
         if self.range.is_limited:
             largest = T.float32(0)
             for n in T.unroll(weights.shape[0]):
-                scale = T.meta_var(self.pair(V_PLANE, tile, lane, n))
+                scale = T.meta_var(self.scales_of_columns(V_PLANE, tile, lane, n))
                 largest = T.max(T.max(largest, scale[0]), scale[1])
             self.range.grow(output, largest)
         factor = T.meta_var(self.range.factor())
         for n in T.unroll(weights.shape[0]):
-            scale = T.meta_var(self.pair(V_PLANE, tile, lane, n, factor))
+            scale = T.meta_var(self.scales_of_columns(V_PLANE, tile, lane, n, factor))
             for h in T.unroll(weights.shape[1]):
                 scale_visible(weights, n, h, scale)
 

@@ -2,8 +2,8 @@
 """The pages of a batch, cut into equal splits on the device.
 
 A KV tile is a page, or 64 positions of a larger one, of one KV head of a sequence. The KV tiles of
-the batch stand in the order of sequences, heads and positions, and every block takes as many. A
-pair is a sequence and a KV head.
+the batch stand in the order of sequences, heads and positions, and every block takes as many.
+A KV head is always that of a sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_POSITIONS = 64  # of a KV tile
 
 @T.meta_class
 class PageSchedule:
-    """The splits of a batch, as a block sees them: its work, pair by pair.
+    """The splits of a batch, as a block sees them: its work, one KV head after the other.
 
     Parameters
     ----------
@@ -38,11 +38,11 @@ class PageSchedule:
     total, split_size : int64
         KV tiles of the batch, and of a split.
     sequence, head : int32
-        The pair.
+        The KV head.
     first_entry, num_pages : int32
         Of the sequence in the page table.
     num_kv_tiles, first, end : int32
-        KV tiles of the pair; the block takes ``first .. end - 1`` of them.
+        KV tiles of the KV head; the block takes ``first .. end - 1`` of them.
     left : int32
         KV tiles of the split that are behind them.
     index : int64
@@ -76,7 +76,7 @@ class PageSchedule:
 
     @inline
     def take_split(self, block, lane):
-        """Take the split of a block: the end of one pair, whole pairs, and the next begun."""
+        """Take the split of a block: the end of one KV head, whole ones, and one begun."""
         self.measure()
         self.index = as_count(block) * self.split_size
         # The share of a block fits into 32 bits, and registers are scarce.
@@ -91,10 +91,10 @@ class PageSchedule:
 
     @inline
     def advance(self):
-        """Advance to the next pair."""
+        """Advance to the next KV head."""
         while self.first_kv_tile(self.sequence + 1) <= self.index:
             self.sequence += 1
-        self.find_pair(self.index)
+        self.find_head(self.index)
         count = T.min(self.num_kv_tiles - self.first, self.left)
         self.end = self.first + count
         self.left -= count
@@ -117,8 +117,8 @@ class PageSchedule:
             width = T.min(step, width - skipped)
 
     @inline
-    def find_pair(self, kv_tile):
-        """Find the pair of a KV tile of the sequence, and which of the pair's it is: `first`."""
+    def find_head(self, kv_tile):
+        """Find the KV head of a KV tile of the sequence, and which of its tiles it is: `first`."""
         self.first_entry = self.indptr[self.sequence]
         self.num_pages = self.indptr[self.sequence + 1] - self.first_entry
         self.num_kv_tiles = self.num_pages * self.per_page
@@ -128,28 +128,28 @@ class PageSchedule:
         self.first = number - self.head * self.num_kv_tiles
 
     def is_whole(self):
-        """Whether the block has the whole pair."""
+        """Whether the block has the whole KV head."""
         return T.And(self.first == 0, self.end == self.num_kv_tiles)
 
     def position(self, kv_tile):
-        """Return the position of the sequence at which a KV tile of the pair begins."""
+        """Return the position of the sequence at which a KV tile begins."""
         return kv_tile * self.positions
 
     @inline
     def find_cut(self, block, lane):
-        """Find the pair that the end of a block's split cuts; if none, `first` is 0."""
+        """Find the KV head that the end of a block's split cuts; if none, `first` is 0."""
         self.measure()
         self.index = as_count(block + 1) * self.split_size
         self.first = 0
         if self.index < self.total:
             self.find_sequence(self.index, lane)
-            self.find_pair(self.index)
+            self.find_head(self.index)
 
     def begins_in_split(self):
-        """Whether the pair that is cut begins in the split: its block merges it."""
+        """Whether the KV head that is cut begins in the split: its block merges it."""
         return T.And(self.first > 0, as_count(self.first) <= self.split_size)
 
     def num_splits(self, block):
-        """Return the number of splits that have some of the pair, from a block's on."""
+        """Return the number of splits that have some of the KV head, from a block's on."""
         last = self.index - as_count(self.first) + as_count(self.num_kv_tiles) - 1
         return T.cast(T.truncdiv(last, self.split_size), I32) - block + 1

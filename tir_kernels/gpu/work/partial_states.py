@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial states ``(o, lse)`` in a workspace, and their merge."""
+"""Partial states ``(o, lse)`` and their merge: of blocks, and of groups of warps in a block.
+
+Those of blocks lie in a workspace in global memory, those of groups in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...spec import LOG2E, KernelSpec
 from ..isa import isa_of
-from ..registers import F32, WARP, Registers, temp
+from ..registers import F32, I32, WARP, Registers, temp
+from ..scores.softmax import ROW_LANES
+from ..tiles.shared_tiles import SharedTiles
 
 LOWEST = -3.0e38  # finite, so that `-inf - top` is not NaN
 MINUS_INFINITY = 0xFF800000  # the bits
@@ -198,3 +203,118 @@ class BlockStates(PartialStates):
     def slot(self, block, is_first):
         """Return the slot of the state that the block before began, or that the next one ends."""
         return block * 2 + T.if_then_else(is_first, 0, 1)
+
+
+@T.meta_class
+class GroupStates:
+    """The states of a block's rows, one for each group of warps.
+
+    Parameters
+    ----------
+    tiling : DecodeTiling
+    memory : SharedMemory
+
+    Attributes
+    ----------
+    has_rows : int32
+        Whether there are any that were not stored yet.
+    sequence, head : int32
+        The KV head that they are of.
+    is_whole : int32
+        Whether the block has all of its positions.
+    slot : int32
+        Of its partial state, if it has not.
+    o : float32 registers
+        After `merge`, a run of a row.
+    lse : float32
+        After `merge`, that of the row.
+    """
+
+    def __init__(self, tiling, memory):
+        self.isa = memory.isa
+        self.tiling, self.count, self.columns = tiling, tiling.kv_groups, tiling.columns
+        self.tiles = SharedTiles(memory, tiling.states_begin, tiling.state, tiling.kv_groups)
+        self.has_rows, self.sequence, self.head = (T.local_scalar(I32) for _ in range(3))
+        self.is_whole, self.slot = T.local_scalar(I32), T.local_scalar(I32)
+        self.weights = T.alloc_local((tiling.kv_groups,), F32, layout=None)
+        self.o = T.alloc_local((RUN,), F32, layout=None)
+        self.lse = T.local_scalar(F32)
+
+    @inline
+    def put(self, group, warp_row, o, lse, products):
+        """Keep the rows of O of a warp of a group, and their logs."""
+        for h in T.unroll(o.shape[1]):
+            row = T.meta_var(warp_row + T.truncdiv(products.lane, ROW_LANES) + 8 * h)
+            for n in T.unroll(o.shape[0]):
+                pair = T.meta_var(products.output_pair(o, n, h))
+                self.tiles.store_pair(group, row, *pair)
+            if T.truncmod(products.lane, ROW_LANES) == 0:
+                self.tiles.store_float(group, row, self.columns, lse[h])
+
+    @inline
+    def name(self, work, slot):
+        """Note which KV head the rows are of."""
+        self.has_rows = 1
+        self.sequence = work.sequence
+        self.head = work.head
+        self.is_whole = T.cast(work.is_whole(), I32)
+        self.slot = slot
+
+    @inline
+    def merge(self, row, column, sink=None):
+        """Merge a run of a row, from a column on, and a sink as `partial_states.sink_of` has it."""
+        top = T.float32(LOWEST)
+        if sink is not None:
+            top = T.max(top, sink)
+        for i in T.unroll(self.count):
+            self.weights[i] = self.tiles.load_float(i, row, self.columns)
+            top = T.max(top, self.weights[i])
+        total = T.float32(0)
+        if sink is not None:
+            total = self.isa.exp2(sink - top)
+        for i in T.unroll(self.count):
+            self.weights[i] = self.isa.exp2(self.weights[i] - top)
+            total += self.weights[i]
+        lse, inverse = T.meta_var(lse_of(self.isa, top, total))
+        self.lse = lse
+        for e in T.unroll(RUN):
+            self.o[e] = T.float32(0)
+        for i in T.unroll(self.count):
+            values = T.meta_var(self.tiles.load_floats(i, row, column, RUN))
+            weight = self.weights[i] * inverse
+            for e in T.unroll(RUN):
+                self.o[e] += weight * values[e]
+
+    @inline
+    def store(self, a, states: BlockStates, first_row, first_column, thread):
+        """Store the merged rows: to O if the block has all of the KV head, or to its state.
+
+        Parameters
+        ----------
+        a : the kernel's arguments `o` and `lse`, and `sink_logits` if there are any.
+        states : BlockStates
+        first_row, first_column : int32 expressions
+            Of the block's slice of query heads, and of V.
+        thread : int32 expression
+        """
+        num_runs = T.meta_var(self.tiling.rows * self.columns // RUN)
+        group_size = T.meta_var(states.spec.group_size)
+        for turn in T.serial(T.ceildiv(num_runs, self.tiling.num_threads)):
+            run = turn * self.tiling.num_threads + thread
+            row = T.truncdiv(run, self.columns // RUN)
+            column = T.truncmod(run, self.columns // RUN) * RUN
+            head = first_row + row
+            v_column = first_column + column
+            if row < self.tiling.rows and head < group_size and v_column < states.width:
+                o_row = T.meta_var((self.sequence, self.head * group_size + head))
+                sink = T.meta_var(sink_of(a, o_row, self.is_whole != 0))
+                self.merge(row, column, sink)
+                if self.is_whole != 0:
+                    self.isa.store_floats(a.o, (*o_row, v_column), Registers.of(self.o))
+                    if v_column == 0:
+                        a.lse[o_row] = self.lse
+                else:
+                    state = T.meta_var((self.slot, head))
+                    states.put(state, v_column, Registers.of(self.o))
+                    if v_column == 0:
+                        states.put_lse(state, self.lse)

@@ -62,7 +62,7 @@ class TileOutput:
         return T.min(self.tiling.o.chunks, T.truncdiv(self.width - self.block_begin, per_chunk))
 
     @inline
-    def prepare(self, softmax):
+    def prepare(self, o, lse):
         """Change finished rows and their logs before they are stored."""
 
     @inline
@@ -79,24 +79,24 @@ class TileOutput:
                     self.states.put_lse(self.work.state_index(self.rows, row), lse[h])
 
     @inline
-    def store_rows(self, output, thread):
+    def store_rows(self, o, thread):
         """Store the rows; where other blocks see more, as states."""
         self.rows.begin(thread)
         if self.work.is_whole:
-            self._store_rows_of_o(output)
+            self._store_rows_of_o(o)
         else:
-            self._store_states(output)
+            self._store_states(o)
 
     @inline
-    def _store_states(self, output):
+    def _store_states(self, o):
         column = T.meta_var(self.v_begin + T.truncmod(self.rows.lane, 4) * 2)
         for h in T.unroll(self.rows.count):
             row = T.meta_var(self.rows.own(h))
             index = T.meta_var(self.work.state_index(self.rows, row))
             if self.rows.exists(row):
-                for n in T.unroll(output.shape[0]):
+                for n in T.unroll(o.shape[0]):
                     if self.v_begin + n * 8 < self.width:
-                        self._put_state(index, column + n * 8, [output[n, h, e] for e in range(2)])
+                        self._put_state(index, column + n * 8, [o[n, h, e] for e in range(2)])
 
     def _put_state(self, index: tuple, column, pair: list) -> None:
         values = Registers(2, F32, "pair")
@@ -105,12 +105,12 @@ class TileOutput:
         self.states.put(index, column, values)
 
     @inline
-    def _store_rows_of_o(self, output):
+    def _store_rows_of_o(self, o):
         """Write the rows of O, through shared memory."""
         column = T.meta_var(self.rows.v_begin + T.truncmod(self.rows.lane, 4) * 2)
-        for n in T.unroll(output.shape[0]):
+        for n in T.unroll(o.shape[0]):
             for h in T.unroll(self.rows.count):
-                pair = T.meta_var([output[n, h, e] for e in range(2)])
+                pair = T.meta_var([o[n, h, e] for e in range(2)])
                 self.tiles.store_pair(0, self.rows.own(h), n * 8 + column, *pair)
         self.isa.sync_block()
         words = T.alloc_local((4,), U32, layout=None)
@@ -147,7 +147,7 @@ class MergedOutput(TileOutput):
         self.lse_before, self.memory = lse_before, memory
 
     @inline
-    def prepare(self, softmax):
+    def prepare(self, o, lse):
         """Weigh the rows for their sum with O, and make their logs the merged ones.
 
         The weights of what the rows had seen before are kept where their bounds were.
@@ -161,11 +161,11 @@ class MergedOutput(TileOutput):
             else:
                 self.isa.sync_warp()  # all threads of a row have it
             for h in T.unroll(self.rows.count):
-                merged = T.meta_var(MergedLse(before[h], softmax.lse[h], 1, self.isa))
-                softmax.lse[h] = merged.lse
-                for n in T.unroll(softmax.output.shape[0]):
+                merged = T.meta_var(MergedLse(before[h], lse[h], 1, self.isa))
+                lse[h] = merged.lse
+                for n in T.unroll(o.shape[0]):
                     for e in T.unroll(2):
-                        softmax.output[n, h, e] *= merged.weights[1]
+                        o[n, h, e] *= merged.weights[1]
                 is_first = T.meta_var(T.truncmod(self.rows.lane, 4) + self.rows.v_begin == 0)
                 if is_first:
                     place = T.meta_var(self.memory.bounds(self.rows.own(h)))

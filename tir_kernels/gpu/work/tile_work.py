@@ -106,9 +106,9 @@ class FixedSplits(TileWork):
     """
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, items: Items, blocks, splits):
-        self.tile, self.pair, self.split = blocks
+        self.tile, self.head_slice, self.split = blocks
         self.splits, self.is_whole = splits, splits == 1
-        super().__init__(spec, tiling, items, T.truncmod(self.pair, tiling.slices), I32)
+        super().__init__(spec, tiling, items, T.truncmod(self.head_slice, tiling.slices), I32)
 
     @inline
     def take_split(self, lane):
@@ -122,7 +122,7 @@ class FixedSplits(TileWork):
     def advance(self):
         """Start the only tile of the block."""
         self.left = 0
-        self.head = T.truncdiv(self.pair, self.tiling.slices)
+        self.head = T.truncdiv(self.head_slice, self.tiling.slices)
         self.begin_item()
 
     @inline
@@ -157,12 +157,12 @@ class FixedWork(PartialStates):
         self.tiling, self.a, self.items = tiling, a, items
         # An upper bound: each sequence has at most one partial tile.
         max_tiles = T.truncdiv(a.q.shape[0] * spec.group_size, tiling.rows) + items.count
-        pairs = spec.num_kv_heads * tiling.slices
+        head_slices = spec.num_kv_heads * tiling.slices
         resident = isa_of(spec.target).resident_blocks(tiling.num_bytes, tiling.min_blocks)
         max_splits = T.cast(T.truncdiv(num_positions + MIN_COLUMNS - 1, MIN_COLUMNS), I32)
-        splits = T.min(T.truncdiv(resident, T.max(max_tiles * pairs, 1)), max_splits)
+        splits = T.min(T.truncdiv(resident, T.max(max_tiles * head_slices, 1)), max_splits)
         self.splits = T.bind(T.max(splits, 1), var=tirx.Var("splits", I32))
-        self.grid = [max_tiles, pairs, self.splits]
+        self.grid = [max_tiles, head_slices, self.splits]
         num_states = T.if_then_else(self.splits > 1, self.splits, 0)
         super().__init__(spec, (num_states, T.cast(a.q.shape[0], I32), spec.num_qo_heads))
 

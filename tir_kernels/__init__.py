@@ -11,5 +11,6 @@ from .conv_spec import ConvSpec as ConvSpec
 from .index_spec import IndexSpec as IndexSpec
 from .recurrent_spec import RecurrentSpec as RecurrentSpec
 from .spec import CudaTarget as CudaTarget
+from .spec import GpuTarget as GpuTarget
 from .spec import KernelSpec as KernelSpec
 from .spec import VectorTarget as VectorTarget

@@ -31,7 +31,7 @@ from .signatures import moves as move_calls
 from .signatures import sparse as sparse_calls
 from .signatures import states as state_calls
 from .signatures.signature import Signature
-from .spec import CudaTarget, KernelSpec, VectorTarget
+from .spec import CudaTarget, GpuTarget, KernelSpec, VectorTarget
 
 Spec = KernelSpec | RecurrentSpec | ConvSpec | IndexSpec
 ALL = (KernelSpec, RecurrentSpec, ConvSpec, IndexSpec)
@@ -78,9 +78,9 @@ class Kernel:
     takes: Callable[[Spec], Spec] | None = None
     is_for_stock: bool = False
 
-    def module(self, target: VectorTarget | CudaTarget) -> ModuleType | None:
+    def module(self, target: VectorTarget | GpuTarget) -> ModuleType | None:
         """Return the module that builds the kernel for a target."""
-        return self.gpu if isinstance(target, CudaTarget) else self.cpu
+        return self.gpu if isinstance(target, GpuTarget) else self.cpu
 
     def can_be_built(self, spec: Spec) -> bool:
         """Whether there is such a kernel for the type of a spec and for its target."""
@@ -251,7 +251,7 @@ def kernels_of(spec: Spec) -> list[Kernel]:
     ValueError
         For index lanes on GPUs.
     """
-    if isinstance(spec, IndexSpec) and isinstance(spec.target, CudaTarget):
+    if isinstance(spec, IndexSpec) and isinstance(spec.target, GpuTarget):
         raise ValueError("index lanes have kernels for CPUs only")
     return [kernel for kernel in KERNELS.values() if kernel.can_be_built(spec)]
 

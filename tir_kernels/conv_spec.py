@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .spec import FLOAT_DTYPES, CudaTarget, KernelSpec, VectorTarget, row_copies
+from .spec import FLOAT_DTYPES, GpuTarget, KernelSpec, VectorTarget, row_copies
 
 ACTIVATIONS = ("silu",)
 MAX_WIDTH = 8
@@ -31,7 +31,7 @@ class ConvSpec:
         Whether each channel has a bias.
     page_size : int
         Slots of a page.
-    target : VectorTarget or CudaTarget
+    target : VectorTarget or GpuTarget
         Traits of the CPU or the GPU.
 
     Raises
@@ -46,7 +46,7 @@ class ConvSpec:
     activation: str | None = None
     has_bias: bool = False
     page_size: int = 16
-    target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
+    target: VectorTarget | GpuTarget = field(default_factory=VectorTarget)
 
     def __post_init__(self):
         if self.dtype not in FLOAT_DTYPES:

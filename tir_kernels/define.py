@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .spec import ITEMSIZE, CudaTarget, KernelSpec
+from .spec import ITEMSIZE, CudaTarget, GpuTarget, KernelSpec
 
 ACCESS_BYTES = 16  # that a thread of a GPU loads at once
 
@@ -17,7 +17,7 @@ _BEGINS_EARLY = "tirx.use_programtic_dependent_launch"  # spelt so in TVM
 def aligned(spec: KernelSpec, dtype: str, min_align: int = 1) -> dict:
     """Return dtype and alignment of arrays of rows, as `T.match_buffer` takes them."""
     itemsize = ITEMSIZE[dtype]
-    align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else max(itemsize, min_align)
+    align = ACCESS_BYTES if isinstance(spec.target, GpuTarget) else max(itemsize, min_align)
     return {"dtype": dtype, "align": align, "offset_factor": align // itemsize}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from .codec import KEY_CODECS
-from .spec import FLOAT_DTYPES, CudaTarget, KernelSpec, VectorTarget, row_copies
+from .spec import FLOAT_DTYPES, GpuTarget, KernelSpec, VectorTarget, row_copies
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class IndexSpec:
         `KEY_CODECS`.
     page_size : int
         Slots of a page.
-    target : VectorTarget or CudaTarget
+    target : VectorTarget or GpuTarget
         Traits of the CPU or the GPU.
 
     Raises
@@ -38,7 +38,7 @@ class IndexSpec:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     page_size: int = 16
-    target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
+    target: VectorTarget | GpuTarget = field(default_factory=VectorTarget)
 
     def __post_init__(self):
         for name, known in (("dtype", FLOAT_DTYPES), ("kv_dtype", FLOAT_DTYPES + KEY_CODECS)):

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 
 from .codec import Codec
 from .define import ACCESS_BYTES, aligned
-from .spec import ITEMSIZE, CudaTarget, KernelSpec
+from .spec import ITEMSIZE, GpuTarget, KernelSpec
 from .vectors import F32
 
 K_PLANE, V_PLANE = 0, 1
@@ -71,7 +71,7 @@ def match_pages(handle, num_pages, spec: KernelSpec):
     if spec.codec is None:
         shape, options = pages_shape(num_pages, spec), aligned(spec, spec.kv_dtype)
     else:
-        align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else ITEMSIZE[F32]
+        align = ACCESS_BYTES if isinstance(spec.target, GpuTarget) else ITEMSIZE[F32]
         shape = (num_pages, page_bytes(spec))
         options = {"dtype": "uint8", "align": align, "offset_factor": align}
     return T.match_buffer(handle, shape, elem_offset=first_element(), **options)

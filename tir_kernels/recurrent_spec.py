@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .define import ACCESS_BYTES
-from .spec import FLOAT_DTYPES, ITEMSIZE, CudaTarget, KernelSpec, VectorTarget, row_copies
+from .spec import FLOAT_DTYPES, ITEMSIZE, GpuTarget, KernelSpec, VectorTarget, row_copies
 
 # rule -> (decay is per key channel, writes what v differs from what the state already says of k)
 RULES = {
@@ -66,7 +66,7 @@ class RecurrentSpec:
         Type of q, k, v and o. Gates are float32.
     page_size : int
         Slots of a page of ingredients.
-    target : VectorTarget or CudaTarget
+    target : VectorTarget or GpuTarget
         Traits of the CPU or the GPU.
     state_dtype : str
         Type of the states.
@@ -84,7 +84,7 @@ class RecurrentSpec:
     value_dim: int
     dtype: str = "float32"
     page_size: int = 16
-    target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
+    target: VectorTarget | GpuTarget = field(default_factory=VectorTarget)
     state_dtype: str = "float32"
 
     gate_dtype = "float32"

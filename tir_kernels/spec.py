@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
 from .codec import Codec, CodecPair, codec_of
@@ -113,12 +113,29 @@ class GpuTarget:
     Parameters
     ----------
     max_shared_bytes : int
-        Shared memory that a block may have.
+        Shared memory that a block may have on every GPU of the kind.
+    larger_shared_bytes : tuple of int
+        Shared memory that a block may have on some of them, in increasing order.
+    max_threads : int
+        Threads of a block.
+    max_buffers : int or None
+        Buffers that a kernel may bind; None: any number.
+    subgroup : int or None
+        Threads that exchange values by instructions; None: the kernels must not rely on any.
+    loads : tuple of str, or None
+        Element types that kernels may load and store; None: all. Others lie in words.
     """
 
     isa_module: ClassVar[str]  # with the instructions, see `gpu.isa`
+    has_tensor_cores: ClassVar[bool] = False  # for two operands of float16, or of bfloat16
+    multiplies_by_warpgroups = False  # whether four warps multiply together
 
     max_shared_bytes: int
+    larger_shared_bytes: tuple[int, ...] = ()
+    max_threads: int = 256
+    max_buffers: int | None = None
+    subgroup: int | None = None
+    loads: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,14 +147,24 @@ class CudaTarget(GpuTarget):
     family : str
         The lowest architecture that has the instructions. "sm_80" (``mma.sync``, ``cp.async``) runs
         on all later ones. "sm_90a" (``wgmma``) runs on Hopper only.
-    max_shared_bytes : int
-        Shared memory that a block may have. The default is what every GPU from 80 on has.
+    limits : keyword arguments, see `GpuTarget`
+        The defaults are those of every GPU from 80 on; 8.0, 9.0 and 10.0 have more shared memory.
     """
 
     isa_module: ClassVar[str] = "tir_kernels.cuda.isa"
+    has_tensor_cores: ClassVar[bool] = True
 
     family: str = "sm_80"
-    max_shared_bytes: int = field(default=99 * 1024, kw_only=True)
+    _: KW_ONLY
+    max_shared_bytes: int = 99 * 1024
+    larger_shared_bytes: tuple[int, ...] = (163 * 1024, 227 * 1024)
+    max_threads: int = 1024
+    subgroup: int | None = 32
+
+    @property
+    def multiplies_by_warpgroups(self) -> bool:
+        """Whether the family has ``wgmma``."""
+        return self.family == "sm_90a"
 
 
 @dataclass(frozen=True)
@@ -186,7 +213,7 @@ class KernelSpec:
         Slots of a page: a power of two from 1 to 256.
     rope : RopeSpec
         The rotation of `split_rotary`, `rope_append` and of attention with ``rotary_mode`` 1.
-    target : VectorTarget or CudaTarget
+    target : VectorTarget or GpuTarget
         Traits of the CPU or the GPU.
     kind : {"mha", "mha_sliding", "mla", "mla_sliding"}
         "mha_sliding", "mla_sliding": rows see a window, which the kernels take as an argument.
@@ -220,7 +247,7 @@ class KernelSpec:
     kv_dtype: str = "float32"
     page_size: int = 16
     rope: RopeSpec = field(default_factory=RopeSpec)
-    target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
+    target: VectorTarget | GpuTarget = field(default_factory=VectorTarget)
     kind: str = "mha"
     original_qk_head_dim: int = 0
     original_v_head_dim: int = 0
@@ -302,7 +329,7 @@ class KernelSpec:
 
 
 def row_copies(
-    width: int, dtype: str, page_size: int, target: VectorTarget | CudaTarget
+    width: int, dtype: str, page_size: int, target: VectorTarget | GpuTarget
 ) -> KernelSpec:
     """Return the spec with which kernels copy rows of any width and meaning.
 

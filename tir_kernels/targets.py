@@ -10,10 +10,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from .cpu import worker as cpu_components
-from .gpu.rows import rows as cuda_components
-from .spec import CudaTarget, KernelSpec
+from .gpu.rows import rows as gpu_components
+from .spec import GpuTarget, KernelSpec
 
 
 def components_of(spec: KernelSpec) -> ModuleType:
     """Return the components for a spec's target."""
-    return cuda_components if isinstance(spec.target, CudaTarget) else cpu_components
+    return gpu_components if isinstance(spec.target, GpuTarget) else cpu_components

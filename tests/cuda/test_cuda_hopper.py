@@ -177,7 +177,7 @@ def test_other_specs_have_the_usual_tiles():
         make_spec((4, 2), 128),
     ):
         tilings = Tiling.choices(spec, spec.kv_dtype, MOST_ROWS)
-        assert not any(tiling.is_hopper for tiling in tilings)
+        assert not any(tiling.by_warpgroups for tiling in tilings)
 
 
 def test_slabs_have_each_chunk_once():

@@ -36,7 +36,7 @@ def _access(name: str, words: Registers, buffer, index: Sequence, num_bytes: int
 
 
 def pack(word, dtype: str, low, high) -> None:
-    """Narrow two float32 numbers to one word."""
+    """Narrow two float32 values to one word."""
     ptx(f"cvt.rn.{_SHORT[dtype]}x2.f32", word, high, low)
 
 
@@ -49,7 +49,7 @@ def widen_bits(value, dtype: str, bits) -> None:
 
 
 def unpack(word, dtype: str, low, high) -> None:
-    """Widen the two numbers of a word."""
+    """Widen the two values of a word."""
     if dtype == "bfloat16":
         ptx("mov.b32", low, T.shift_left(word, T.uint32(16)))
         ptx("mov.b32", high, T.bitwise_and(word, T.uint32(0xFFFF0000)))

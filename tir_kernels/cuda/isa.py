@@ -105,11 +105,11 @@ class CudaIsa(Isa):
     @property
     def stores_once(self) -> bool:
         """Chips before Hopper have no registers for the barrier."""
-        return self.target.family == "sm_90a"
+        return self.target.multiplies_by_warpgroups
 
     def tile_barrier(self, tiling):
         """Instructions of a warpgroup read shared memory by another way than loads and stores."""
-        return threads.sync_block_and_copies if tiling.is_hopper else self.sync_block
+        return threads.sync_block_and_copies if tiling.by_warpgroups else self.sync_block
 
     def shared_memory(self, num_bytes: int, align: int = 128) -> CudaSharedMemory:
         """Allocate dynamic shared memory."""
@@ -140,7 +140,7 @@ class CudaIsa(Isa):
 
     def tile_products(self, tiling, q, k, v, rows):
         """Return a warpgroup's or a warp's tensor cores, or multiply-adds."""
-        if tiling.is_hopper:
+        if tiling.by_warpgroups:
             return WarpgroupProducts(tiling, q, k, v, rows.joint_row)
         make = TensorCores if tiling.is_tensor else MultiplyAdds
         return make(tiling, q, rows.warp_row, rows.lane)

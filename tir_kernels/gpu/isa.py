@@ -51,7 +51,7 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def copy(self, byte, source: tuple, size: int = 16, num_bytes=16) -> None:
-        """Start to copy 4, 8 or 16 bytes; zeros replace those past `num_bytes`, which may be 0.
+        """Start to copy 4, 8 or 16 bytes, or zeros where `num_bytes` is 0 and not `size`.
 
         `Isa.commit_copies` and `Isa.wait_for_copies` tell when they have arrived. A target without
         asynchronous copies copies here, and these two do nothing.
@@ -66,8 +66,8 @@ class Isa(ABC):
     target : GpuTarget
     """
 
-    #: Whether threads that all hold the same variables let one of them store these, and meet at a
-    #: barrier. It saves stores, and takes registers.
+    #: Whether one thread of a block stores what all of them hold, with a barrier after it, or all
+    #: do without one. A barrier may take registers that there are not.
     stores_once: bool = True
 
     def __init__(self, target: GpuTarget):
@@ -279,7 +279,7 @@ class Isa(ABC):
         self.store_words(words, buffer, index, num_bytes)
 
     def round_floats(self, values, row, count: int, dtype: str) -> None:
-        """Round `count` float32 numbers of a row of registers to the nearest of a type."""
+        """Round `count` float32 values of a row of registers to a type."""
         if dtype == F32:
             return
         word = Registers(1, U32, "word")

@@ -76,22 +76,6 @@ def as_count(value):
     return T.cast(value, I64)
 
 
-class Variable:
-    """A variable of a thread."""
-
-    def __init__(self, value, dtype: str = I32, name: str = "x"):
-        self.register = Registers(1, dtype, name)
-        self.set(value)
-
-    def get(self):
-        """Its value."""
-        return self.register[0]
-
-    def set(self, value) -> None:
-        """Give it another value."""
-        self.register[0] = value
-
-
 def run_length(*extents: int) -> int:
     """Elements, at most 8, that a thread takes at once of rows that have starts and ends there."""
     return math.gcd(8, *extents)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes of quantized rows, widened to pairs of float16 or bfloat16 values in registers.
 
-Codes become numbers without a conversion instruction: the bits of a code are put into the mantissa
+Codes become values without a conversion instruction: the bits of a code are put into the mantissa
 of a power of two that is as large as the codes' range, and that power is subtracted. An 8-bit
 floating-point number has its exponent and mantissa shifted to where a wider one has them. All
 results are exact.

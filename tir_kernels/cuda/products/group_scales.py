@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of groups of columns, as they were copied from the pages: bfloat16 numbers."""
+"""Scales of groups of columns, as they were copied from the pages: bfloat16 values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GroupScales(RowScales):
         Whose stages hold the scales.
     lane : int32 expression
     dtype : str
-        Of the widened numbers.
+        Of the widened values.
     """
 
     def __init__(self, pipeline, lane, dtype: str):

@@ -62,7 +62,7 @@ class CodeTensorCores(TensorCores):
 
     @inline
     def reorder_q(self, threads):
-        """Give the columns of Q the order of codes, behind a barrier of the block."""
+        """Give the columns of Q the order of codes, and wait for all threads."""
         interleave_columns(self.q, self.q.layout.rows, threads)
         self.q.isa.sync_block()
 

@@ -46,7 +46,7 @@ def _all(products) -> list:
 
 
 def _descriptor(low, num_bytes: int):
-    """The descriptor of what lies so many bytes behind the begin of a tile, by its low word."""
+    """The descriptor of what lies so many bytes after the begin of a tile, by its low word."""
     low = T.cast(low + T.uint32(num_bytes // _UNIT), "uint64")
     return T.bitwise_or(low, T.uint64(_HIGH_WORD << 32))
 

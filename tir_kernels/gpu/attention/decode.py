@@ -281,7 +281,7 @@ def load_q(spec, tiling, q_tile, threads, q, work, first_row):
 
 
 def head_of(spec: KernelSpec, work: PageSchedule, row):
-    """Return the query head of a row; those behind the last one are that of the last one."""
+    """Return the query head of a row; rows past the end have that of the last one."""
     return work.head * spec.group_size + T.min(row, spec.group_size - 1)
 
 

@@ -90,7 +90,7 @@ def recurrent_scan(spec: RecurrentSpec):
                 + T.truncdiv(lane, tiling.groups) * tiling.columns
             )
             is_there = T.cast(column < value_dim, "int32")
-            if is_partial:  # lanes behind the last column repeat the last ones, and store nothing
+            if is_partial:  # lanes past the last column repeat the last ones, and store nothing
                 column = T.min(column, value_dim - tiling.columns)
             state = T.alloc_local((tiling.rows, tiling.columns), F32, layout=None)
             sums = T.alloc_local((tiling.columns,), F32, layout=None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of float32 values quantized into pages, and read back, by a warp each.
 
-The bits of a number, shifted left by one, with the sign behind them, order numbers by magnitude,
+The bits of a number, shifted left by one, with the sign after them, order numbers by magnitude,
 NaN above all. So one maximum finds the value that decides a scale, and whether all are finite.
 """
 
@@ -99,7 +99,7 @@ class QuantizedRows:
                 self.isa.store_words([word], pages.codes, (*row, column), 4)
 
     def _quantize_packed(self, row, rows, source_row, lane, room, start) -> None:
-        """Quantize to packed codes: those of a byte, which are apart, meet in shared memory."""
+        """Quantize to packed codes: shared memory joins those of a byte, which are apart."""
         pages, codec = self.pages, self.codec
         for part in k_parts(pages.spec):
             for begin, size in blocks_of(*part):

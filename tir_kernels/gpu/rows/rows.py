@@ -183,7 +183,7 @@ class RotatedRows:
         return values
 
     def _rotate(self, row: Sequence, column, count: int, values: Registers) -> None:
-        """Rotate a run of columns, all of which are of one half, or behind both."""
+        """Rotate a run of columns, all of which are of one half, or past both."""
         half = self.half
         own = self.isa.load_floats(self.source, (*row, column), count)
         for i in range(count):

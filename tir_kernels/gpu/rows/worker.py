@@ -12,7 +12,7 @@ from ...define import ACCESS_BYTES
 from ...script import opened
 from ...spec import ITEMSIZE, KernelSpec
 from ..isa import isa_of
-from ..registers import F32, WARP, Variable, index_temp
+from ..registers import F32, I32, WARP, Registers, index_temp
 
 THREADS = 128
 WARPS = THREADS // WARP
@@ -45,7 +45,7 @@ class Worker:
         min_blocks = 0 if self.spec.codec else MIN_BLOCKS[ITEMSIZE[self.spec.dtype]]
         (block,), self.thread = opened(self.isa.launch([blocks], THREADS, min_blocks))
         if self.spec.codec is not None and self.spec.codec.bits == 4:
-            # Cosines and sines, and behind them the row that each warp quantizes.
+            # Cosines and sines, and after them the row that each warp quantizes.
             size = max(1, self.spec.rope.rotary_dim // 2)
             self.shared = self._table(2 - (-WARPS * self.spec.qk_head_dim // size), size)
         item = T.cast(block, "int64")
@@ -70,7 +70,7 @@ class Worker:
         return T.serial(self.thread, size, step=THREADS)
 
     def rest(self, size: int) -> int:
-        """Return how many elements lie behind whole vectors: a thread takes one at a time."""
+        """Return how many elements lie past whole vectors: a thread takes one at a time."""
         return 0
 
     def lane(self):
@@ -97,22 +97,24 @@ class Worker:
         with self.isa.launch([1], MAXIMUM_THREADS) as (_, thread):
             num_warps = MAXIMUM_THREADS // WARP
             of_warps = T.alloc_buffer((num_warps,), "int32", scope="shared.dyn")
-            largest, lane = Variable(T.int32(-1)), index_temp(T.truncmod(thread, WARP))
+            largest = Registers(1, I32, "x")
+            largest[0] = T.int32(-1)
+            lane = index_temp(T.truncmod(thread, WARP))
 
             def combine() -> None:
                 for mask in (1, 2, 4, 8, 16):
-                    largest.set(T.max(largest.get(), self.isa.shuffle_xor(largest.get(), mask)))
+                    largest[0] = T.max(largest[0], self.isa.shuffle_xor(largest[0], mask))
 
             with T.serial(thread, T.cast(count, "int32"), step=MAXIMUM_THREADS) as i:
-                largest.set(T.max(largest.get(), values[i]))
+                largest[0] = T.max(largest[0], values[i])
             combine()
             with T.If(lane == 0), T.Then():
-                T.buffer_store(of_warps, largest.get(), [T.truncdiv(thread, WARP)])
+                T.buffer_store(of_warps, largest[0], [T.truncdiv(thread, WARP)])
             self.isa.sync_block()
-            largest.set(of_warps[T.truncmod(lane, num_warps)])
+            largest[0] = of_warps[T.truncmod(lane, num_warps)]
             combine()
             with T.If(thread == 0), T.Then():
-                T.buffer_store(found, T.reinterpret(F32, largest.get()), [0])
+                T.buffer_store(found, T.reinterpret(F32, largest[0]), [0])
         return T.reinterpret("int32", found[0])
 
 

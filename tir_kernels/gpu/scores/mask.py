@@ -102,7 +102,7 @@ class TileMask:
         return self.visible.of_sequence(self.k_offset, self.work.first_row)
 
     def row_end(self, row):
-        """Return the column behind the last one that a row of the tile sees."""
+        """Return the column after the last one that a row of the tile sees."""
         work = self.work
         return self._visible().end(self.rows.token(row), work.num_rows, work.kv_len)
 

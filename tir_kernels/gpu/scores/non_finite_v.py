@@ -48,7 +48,7 @@ class NonFiniteGuard:
     is_needed : bool
         False where all rows see the same columns. Codes of quantized V are always finite.
     sync : callable
-        Emits the barrier behind which the block reads tiles.
+        Emits the barrier after which the block reads tiles.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class NonFiniteGuard:
 
     @inline
     def end_pass(self, o, lse, v_begin):
-        """Decide whether the block has to attend again, behind a barrier."""
+        """Decide whether the block has to attend again, after a barrier."""
         if self.is_needed:
             check = T.alloc_local((self.rows.count,), F32, layout=None)
             for h in T.unroll(self.rows.count):
@@ -183,7 +183,7 @@ class NonFiniteGuard:
             self.mode = _DONE
 
     def _column(self, o, n, h, e, v_begin):
-        """Return an output; behind the columns of V, which may hold anything, 0."""
+        """Return an element of O; 0 past the columns of V, which may hold anything."""
         value = o[n, h, e]
         if self.tiling.slices == 1:
             return value

@@ -151,7 +151,7 @@ class TreeMask(NoTree):
         return begin if self.window is None else T.int32(NO_LIMIT)
 
     def position(self, first, column):
-        """Nodes are as far behind the columns before the tree as they are deep."""
+        """Return the position of a column; a node's is that of the tree's begin plus its depth."""
         word = Registers(1, U32, "position")
         self.memory.shared.load([*word], self.memory.position(column))
         return T.cast(word[0], I32)

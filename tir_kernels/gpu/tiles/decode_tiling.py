@@ -9,12 +9,10 @@ from ...spec import KernelSpec
 from ..registers import WARP
 from .shared_tiles import TileLayout
 from .tiling import (
-    LARGE_SHARED_BYTES,
     MAX_COLUMNS,
     MAX_FLOAT_COLUMNS,
     WARP_ROWS,
     BlockTiling,
-    on_tensor_cores,
 )
 
 USUAL_WARPS = 4
@@ -65,7 +63,7 @@ class DecodeTiling(BlockTiling):
         if spec.codec:
             widths["codes"] = replace(widths["codes"], is_widened=is_widened)
         warp_rows = WARP_ROWS
-        if not on_tensor_cores(spec.dtype, widths["kv_dtype"]):
+        if not widths["is_tensor"]:
             # Half of a warp's rows would be empty, or need too many registers.
             if group <= WARP_ROWS // 2 or widths["columns"] > MAX_FLOAT_COLUMNS:
                 warp_rows //= 2
@@ -86,21 +84,23 @@ class DecodeTiling(BlockTiling):
                         tiling = DecodeTiling(
                             kv_groups=kv_groups, positions=positions, **rows, **widths
                         )
-                        if tiling.is_whole and tiling.num_bytes <= num_bytes:
+                        has_threads = tiling.num_threads <= spec.target.max_threads
+                        if tiling.is_whole and has_threads and tiling.num_bytes <= num_bytes:
                             return tiling._with_stages(min(USUAL_BYTES, max_bytes))
             row_warps //= 2
         raise BlockTiling.too_large(spec)
 
     @staticmethod
     def choices(spec: KernelSpec) -> list[DecodeTiling]:
-        """Return the tiling for a spec, behind one with another stage where that may help.
+        """Return the tiling for a spec, after one with another stage where that may help.
 
         It does on GPUs that hold as many of its blocks as there are registers for.
         """
         usual = DecodeTiling.of(spec)
         roomy = replace(usual, stages=STAGES[1])
         may_help = not usual.codes and usual.stages == STAGES[0]
-        fits = roomy.min_blocks * roomy.resident_bytes <= LARGE_SHARED_BYTES[-1]
+        sizes = spec.target.max_shared_bytes, *spec.target.larger_shared_bytes
+        fits = roomy.min_blocks * roomy.resident_bytes <= sizes[-1]
         return [roomy, usual] if may_help and fits else [usual]
 
     @property
@@ -142,14 +142,14 @@ class DecodeTiling(BlockTiling):
 
     @property
     def state(self) -> TileLayout:
-        """The partial state of a group, its lse in a chunk behind o; it replaces K and V."""
+        """The partial state of a group, its lse in a chunk after o; it replaces K and V."""
         return TileLayout(self.rows, self.columns + 4, "float32")
 
     @property
     def copies_beside_states(self) -> bool:
         """Whether states replace the last stage only, while K and V are copied to the others.
 
-        Zeros behind rows of K would have to be stored anew when the states have gone. Wide rows of
+        Zeros past rows of K would have to be stored anew when the states have gone. Wide rows of
         V leave no registers for it.
         """
         if self.codes or self.is_padded or self.columns > MAX_FLOAT_COLUMNS:

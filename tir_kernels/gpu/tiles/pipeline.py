@@ -21,7 +21,7 @@ from .tiling import THREADS_PER_ROW, BlockTiling
 
 @inline
 def zero_padding(tiles, width: int, thread, num_threads: int):
-    """Clear what the rows of tiles have behind `width` elements; no copy writes there."""
+    """Clear what the rows of tiles have past `width` elements; no copy writes there."""
     if tiles.layout.chunks > width // tiles.layout.per_chunk:
         for i in T.unroll(tiles.layout.chunks - width // tiles.layout.per_chunk):
             for turn in T.serial(T.ceildiv(tiles.count * tiles.layout.rows, num_threads)):
@@ -107,7 +107,7 @@ class KvPipeline:
     ahead : int
         Tiles whose copies `begin` starts.
     end_byte : int
-        Byte of shared memory behind the stages.
+        Byte of shared memory past the stages.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class KvPipeline:
         self.loop = T.unroll if tiling.is_tensor else T.serial
         # All rows of a thread may be in the same place of their pages.
         steps = self.row_step, threads.count * tiling.positions
-        self.keeps_slot = tiling.is_hopper and all(n % spec.page_size == 0 for n in steps)
+        self.keeps_slot = tiling.by_warpgroups and all(n % spec.page_size == 0 for n in steps)
         self.num_tiles = T.local_scalar("int32")
         self.start = T.local_scalar("int32")
         self.end = T.local_scalar("int32")

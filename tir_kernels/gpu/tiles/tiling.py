@@ -22,13 +22,11 @@ MAX_ROWS = 128  # of a block
 MOST_ROWS = 192  # and of one that has few variables beside its products
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
-# Shared memory that a block may have where it is more than 99 KB: on 8.0, and on 9.0 and 10.0.
-LARGE_SHARED_BYTES = (163 * 1024, 227 * 1024)
 MAX_REGISTERS = 255
 FEW_ROWS_STAGES = 4  # of latent rows, for sixteen rows of Q
-HOPPER_WIDTHS = (64, 128)
+WARPGROUP_WIDTHS = (64, 128)
 # Rows of a block whose warps multiply by fours, and the positions for which it has registers.
-HOPPER_TILES = {192: 96, 128: 128}
+WARPGROUP_TILES = {192: 96, 128: 128}
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -36,9 +34,9 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:
-    """Whether these types are multiplied on tensor cores; others are in float32."""
-    return dtype == kv_dtype and dtype != "float32"
+def on_tensor_cores(spec: KernelSpec, kv_dtype: str) -> bool:
+    """Whether Q and K of a type are multiplied on tensor cores; others are in float32."""
+    return spec.target.has_tensor_cores and spec.dtype == kv_dtype != "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ class BlockTiling:
     positions : int
         Of a tile of K and V.
     depth : int
-        Elements of a row of Q and K, zeros behind them included.
+        Elements of a row of Q and K, zeros past them included.
     columns : int
         Elements of a row of V that a warp sums.
     slices : int
@@ -63,14 +61,16 @@ class BlockTiling:
         Groups of warps that divide the positions; each has its own stages.
     dtype, kv_dtype : str
         Of Q and O, and of K and V as they are multiplied.
+    is_tensor : bool
+        Whether tensor cores multiply.
     codes : CodeTiling, optional
         Quantized pages: what is copied, to be widened to tiles of K and V.
     is_latent : bool
         V is the first columns of K.
     warp_slices : int
         Groups of warps of a block among which the columns of V are sliced.
-    is_hopper : bool
-        Four warps multiply together, by the instructions of compute capability 9.0.
+    by_warpgroups : bool
+        Whether four warps multiply together.
     """
 
     positions: int
@@ -79,11 +79,12 @@ class BlockTiling:
     slices: int
     dtype: str
     kv_dtype: str
+    is_tensor: bool
     stages: int = 2
     kv_groups: int = 1
     is_latent: bool = False
     codes: CodeTiling | None = None
-    is_hopper: bool = False
+    by_warpgroups: bool = False
     warp_slices: int = 1
 
     @staticmethod
@@ -92,7 +93,7 @@ class BlockTiling:
         page_dtype = kv_dtype
         if spec.codec and kv_dtype == spec.kv_dtype:
             kv_dtype = spec.dtype
-        is_tensor = on_tensor_cores(spec.dtype, kv_dtype)
+        is_tensor = on_tensor_cores(spec, kv_dtype)
         multiple = 16 if is_tensor else 8
         slices = -(-spec.v_head_dim // (MAX_COLUMNS if is_tensor else max_float_columns))
         columns = round_up(
@@ -105,6 +106,7 @@ class BlockTiling:
             "slices": slices,
             "dtype": spec.dtype,
             "kv_dtype": kv_dtype,
+            "is_tensor": is_tensor,
         }
 
     @staticmethod
@@ -116,11 +118,6 @@ class BlockTiling:
         )
 
     @property
-    def is_tensor(self) -> bool:
-        """Whether tensor cores multiply."""
-        return on_tensor_cores(self.dtype, self.kv_dtype)
-
-    @property
     def is_whole(self) -> bool:
         """Whether products take whole tiles, and each thread of a group copies some of one."""
         return self.positions % (16 if self.is_tensor else 8) == 0 and self.rows_per_thread > 0
@@ -128,7 +125,7 @@ class BlockTiling:
     @property
     def joint_rows(self) -> int:
         """Rows of Q that warps multiply together, whose columns they therefore share."""
-        return WARPGROUP_ROWS if self.is_hopper else self.warp_rows
+        return WARPGROUP_ROWS if self.by_warpgroups else self.warp_rows
 
     @property
     def rows_of_thread(self) -> int:
@@ -167,7 +164,7 @@ class BlockTiling:
 
     @property
     def _layout(self) -> type[TileLayout]:
-        return SlabLayout if self.is_hopper else TileLayout
+        return SlabLayout if self.by_warpgroups else TileLayout
 
     @property
     def ahead_bytes(self) -> int:
@@ -228,14 +225,14 @@ class Tiling(BlockTiling):
             For heads of which not even the smallest ones fit.
         """
         widths = BlockTiling.widths(spec, kv_dtype, MAX_FLOAT_COLUMNS)
-        if spec.is_latent and on_tensor_cores(spec.dtype, widths["kv_dtype"]):
+        if spec.is_latent and widths["is_tensor"]:
             if not widths["codes"]:  # a latent row is copied once for all columns of V
                 widths |= {"warp_slices": widths["slices"], "slices": 1}
                 max_rows = min(max_rows, MAX_ROWS // widths["warp_slices"])
         sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(max_rows, WARP_ROWS)]
         # ALiBi takes two registers for each row of a thread.
         has_registers = widths["columns"] <= MAX_COLUMNS // 2 and not spec.alibi_slopes
-        if max_rows >= MAX_ROWS and on_tensor_cores(spec.dtype, widths["kv_dtype"]):
+        if max_rows >= MAX_ROWS and widths["is_tensor"]:
             if has_registers:
                 sizes.insert(0, (MAX_ROWS, 2 * WARP_ROWS))
             elif max_bytes:
@@ -249,26 +246,26 @@ class Tiling(BlockTiling):
                 **widths,
             )
             has_registers = warp_rows * tiling.columns <= MAX_SUMS or positions <= 32
-            if tiling.is_whole and has_registers:
+            if tiling.is_whole and has_registers and tiling.num_threads <= spec.target.max_threads:
                 if tiling.num_bytes <= (max_bytes or spec.target.max_shared_bytes):
                     return tiling
         raise BlockTiling.too_large(spec)
 
     @staticmethod
-    def of_hopper(spec: KernelSpec, kv_dtype: str, max_rows: int) -> Tiling | None:
+    def of_warpgroups(spec: KernelSpec, kv_dtype: str, max_rows: int) -> Tiling | None:
         """The tiles for warps that multiply together; None where there are none."""
         widths = BlockTiling.widths(spec, kv_dtype, MAX_FLOAT_COLUMNS)
-        suits = widths["depth"] == widths["columns"] and widths["depth"] in HOPPER_WIDTHS
-        suits &= on_tensor_cores(spec.dtype, widths["kv_dtype"]) and not widths["codes"]
+        suits = widths["depth"] == widths["columns"] and widths["depth"] in WARPGROUP_WIDTHS
+        suits &= widths["is_tensor"] and not widths["codes"]
         suits &= not spec.alibi_slopes and max_rows >= MAX_ROWS
-        if spec.target.family != "sm_90a" or not suits:
+        if not spec.target.multiplies_by_warpgroups or not suits:
             return None
-        rows = max(rows for rows in HOPPER_TILES if rows <= max_rows)
+        rows = max(rows for rows in WARPGROUP_TILES if rows <= max_rows)
         return Tiling(
             rows=rows,
             warp_rows=WARP_ROWS,
-            positions=HOPPER_TILES[rows],
-            is_hopper=True,
+            positions=WARPGROUP_TILES[rows],
+            by_warpgroups=True,
             **widths,
         )
 
@@ -276,7 +273,7 @@ class Tiling(BlockTiling):
     def choices(spec: KernelSpec, kv_dtype: str, max_rows: int = MAX_ROWS) -> list[Tiling]:
         """The tilings of a kernel, those with more rows first; the last one fits every GPU.
 
-        With the instructions of Hopper there is one for these before it, where they serve the spec.
+        Where warps multiply together there is one for these before it, if they serve the spec.
         Otherwise only MLA has several, for GPUs whose blocks may have more shared memory: a latent
         row is so wide that few rows of Q lie beside it in 99 KB, and each tile of rows loads it
         again.
@@ -284,14 +281,14 @@ class Tiling(BlockTiling):
         if spec.has_two_widths:  # beside two views of pages, 32 rows of a warp spilled
             max_rows = min(max_rows, MAX_ROWS // 2)
         found = [Tiling.of(spec, kv_dtype, max_rows)]
-        hopper = Tiling.of_hopper(spec, kv_dtype, max_rows)
-        if hopper is not None:
-            return [hopper, *found]
+        together = Tiling.of_warpgroups(spec, kv_dtype, max_rows)
+        if together is not None:
+            return [together, *found]
         if found[0].warp_slices > 1:  # few warps: more tiles in flight make up for it
             few = Tiling.of(spec, kv_dtype, WARP_ROWS)
             found.append(replace(few, positions=WARP_ROWS, stages=FEW_ROWS_STAGES))
         if spec.is_latent and found[0].is_tensor:
-            for max_bytes in LARGE_SHARED_BYTES:
+            for max_bytes in spec.target.larger_shared_bytes:
                 tiling = Tiling.of(spec, kv_dtype, max_rows, max_bytes)
                 if tiling.rows > found[0].rows:
                     found.insert(0, tiling)

@@ -44,7 +44,7 @@ class PageSchedule:
     num_kv_tiles, first, end : int32
         KV tiles of the KV head; the block takes ``first .. end - 1`` of them.
     left : int32
-        KV tiles of the split that are behind them.
+        KV tiles of the split after them.
     index : int64
         The first of those, of the batch.
     """

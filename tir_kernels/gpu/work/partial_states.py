@@ -76,7 +76,7 @@ class PartialStates:
     def __init__(self, spec: KernelSpec, counts: Sequence, is_continued: bool = False):
         self.isa = isa_of(spec.target)
         self.spec, self.is_continued, self.width = spec, is_continued, spec.v_head_dim
-        # The lse comes behind the row, and what keeps the rows aligned.
+        # The lse follows the row, with what keeps the rows aligned.
         self.shape = (*counts, spec.v_head_dim + RUN)
         self.buffer = None
 

@@ -52,7 +52,7 @@ class TileWork:
     v_slice : int32 expression
         Slice of the columns of V that the block sums.
     dtype : str
-        Of the numbers of pieces of work.
+        Of counts of pieces of work.
     """
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, items: Items, v_slice, dtype: str):
@@ -75,7 +75,7 @@ class TileWork:
 
     def has_next(self):
         """Whether there is work left."""
-        if self.tiling.is_hopper:  # without the vote the compiler keeps dead values in registers
+        if self.tiling.by_warpgroups:  # or dead values stay in registers
             return self.isa.in_all_lanes(self.left) > 0
         return self.left > 0
 

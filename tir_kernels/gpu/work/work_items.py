@@ -62,7 +62,7 @@ class ItemSearch:
     ----------
     isa : Isa
     dtype : {"int32", "int64"}
-        Of numbers of pieces.
+        Of counts of pieces.
 
     Attributes
     ----------

@@ -8,12 +8,13 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
+from tir_kernels.cuda.isa import CudaIsa
 from tir_kernels.cuda.launches import launch
 from tir_kernels.cuda.ptx import ptx
-from tir_kernels.cuda.threads import sync_block
 from tir_kernels.define import target_attributes
 from tir_kernels.gpu.registers import Registers
 from tir_kernels.script import inline, prim_func
+from tir_kernels.spec import CudaTarget
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from ..support.emulators.cuda_emulator import (
@@ -26,6 +27,7 @@ from ..support.emulators.cuda_emulator import (
     schedule,
 )
 
+sync_block = CudaIsa(CudaTarget()).sync_block
 THREADS, ROUNDS = 64, 4
 parametrize_schedules = pytest.mark.parametrize("chosen", SCHEDULES, ids=str)
 

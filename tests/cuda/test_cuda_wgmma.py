@@ -8,17 +8,19 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
+from tir_kernels.cuda.isa import CudaIsa
 from tir_kernels.cuda.launches import launch
 from tir_kernels.cuda.ptx import ptx
-from tir_kernels.cuda.threads import sync_block
 from tir_kernels.define import target_attributes
 from tir_kernels.gpu.registers import WARP
 from tir_kernels.script import inline, prim_func
+from tir_kernels.spec import CudaTarget
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from ..support.cases.kernels.cuda_cases import BF16, F16
 from ..support.emulators.cuda_emulator import SCHEDULES, emulated, mutated, wrong_schedules
 
+sync_block = CudaIsa(CudaTarget()).sync_block
 ROWS, DEPTH, COLUMNS = 128, 128, 96
 THREADS = 2 * ROWS  # two warpgroups
 SLAB = 64  # elements of 16 bits in the 128 bytes that are swizzled

@@ -75,22 +75,12 @@ def workspace(shape, name: str):
 
 
 def block_shared_bytes():
-    """Shared memory that a block may have on the device, in bytes; the same in all calls."""
+    """Ask for the shared memory that a block may have on the device, in bytes."""
     return tirx.call_extern(I32, BLOCK_SHARED_BYTES)
 
 
 def resident_blocks(shared_bytes: int, max_per_sm: int, num_slices: int = 1):
-    """Blocks that the whole GPU holds at a time, at least one; the same in all calls.
-
-    Parameters
-    ----------
-    shared_bytes : int
-        Of a block.
-    max_per_sm : int
-        Blocks for which a multiprocessor has registers.
-    num_slices : int
-        Blocks that take slices of the same rows, and count as one.
-    """
+    """Ask how many blocks the GPU holds at a time; see `Isa.resident_blocks`."""
     resident = tirx.call_extern(I32, RESIDENT_BLOCKS, T.int64(shared_bytes), T.int32(max_per_sm))
     number = T.max(T.truncdiv(resident, num_slices), 1)
     return T.bind(number, var=tirx.Var("num_blocks", I32))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+SHORT_TYPES = {"float16": "f16", "bfloat16": "bf16"}  # as instructions name them
+
 
 def ptx(instruction: str, *operands) -> None:
     """Emit an instruction; destinations first."""

@@ -13,10 +13,9 @@ from tvm.script import tirx as T
 
 from ...codec import Codec
 from ...gpu.registers import U32, Registers
-from ..ptx import ptx
+from ..ptx import SHORT_TYPES, ptx
 
 _ONE = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}
-_SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _ZERO = 0x80008000  # minus zero, which changes no number that it is added to
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors of `permute`
 
@@ -35,7 +34,7 @@ def permute(low, high, selector: int):
 def _fma(dtype: str, a, b, c):
     """``a * b + c`` of two pairs, rounded once."""
     word = Registers(1, U32, "pair")
-    ptx(f"fma.rn.{_SHORT[dtype]}x2", word[0], a, b, c)
+    ptx(f"fma.rn.{SHORT_TYPES[dtype]}x2", word[0], a, b, c)
     return word[0]
 
 

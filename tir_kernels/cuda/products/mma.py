@@ -17,12 +17,10 @@ from ...gpu.scores.softmax import ROWS, clear
 from ...gpu.tiles.shared_tiles import SharedTiles
 from ...gpu.tiles.tiling import WARP_ROWS
 from ...script import inline
-from ..elements import pack
-from ..ptx import ptx
+from ..ptx import SHORT_TYPES, ptx
 
 MAX_KEPT = 64  # elements of a row of Q: with 128 there were spills
 STEP = 16  # elements of a row that one instruction takes
-_SHORT = {"float16": "f16", "bfloat16": "bf16"}
 LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
@@ -66,7 +64,7 @@ class TensorCores:
         self.row_tiles = tiling.warp_rows // WARP_ROWS
         self.num_steps = tiling.depth // STEP
         self.unrolled = unrolled or (self.num_steps if self.row_tiles == 1 else 2)
-        short = _SHORT[tiling.dtype]
+        short = SHORT_TYPES[tiling.dtype]
         self.instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"
         # In registers if that leaves enough of them, or loaded again for each tile.
         self.keeps_q = self.row_tiles * tiling.depth <= max_kept
@@ -144,7 +142,7 @@ class TensorCores:
         for m in T.unroll(self.row_tiles):
             for i in T.unroll(4):
                 n, row = T.meta_var((step * 2 + i // 2, ROWS * m + i % 2))
-                pack(left[m * 4 + i], self.dtype, weights[n, row, 0], weights[n, row, 1])
+                self.q.isa.pack(left[m * 4 + i], self.dtype, weights[n, row, 0], weights[n, row, 1])
 
     @inline
     def pv(self, o, weights, v, stage):

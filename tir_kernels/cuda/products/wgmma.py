@@ -12,12 +12,9 @@ from tvm.script import tirx as T
 from ...gpu.registers import U32, Registers
 from ...gpu.tiles.shared_tiles import BANK_ROWS, CHUNK_BYTES, SharedTiles
 from ...script import inline
-from ..elements import pack
-from ..ptx import ptx
-from ..threads import in_all_lanes
+from ..ptx import SHORT_TYPES, ptx
 from .mma import STEP
 
-_SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _UNIT = 16  # bytes, in which descriptors count
 _ATOM_BYTES = BANK_ROWS * BANK_ROWS * CHUNK_BYTES  # eight rows of a slab
 _STEP_BYTES = STEP * 2  # of a row
@@ -84,7 +81,7 @@ class WarpgroupProducts:
     def __init__(self, tiling, q: SharedTiles, k: SharedTiles, v: SharedTiles, first_row):
         self.q, self.k, self.v, self.first_row = q, k, v, first_row
         self.dtype, self.num_steps = tiling.dtype, tiling.depth // STEP
-        short = _SHORT[tiling.dtype]
+        short = SHORT_TYPES[tiling.dtype]
         kind = f"k16.f32.{short}.{short}"
         self.for_scores = f"wgmma.mma_async.sync.aligned.m64n{tiling.positions}{kind}"
         self.for_output = f"wgmma.mma_async.sync.aligned.m64n{tiling.columns}{kind}"
@@ -94,7 +91,7 @@ class WarpgroupProducts:
     @inline
     def begin(self):
         """Take Q, which is in shared memory."""
-        self.left = in_all_lanes(_low_word(self.q, self.first_row, 1))
+        self.left = self.q.isa.in_all_lanes(_low_word(self.q, self.first_row, 1))
         self.right[_K] = _low_word(self.k, 0, 1)
         self.right[_V] = _low_word(self.v, 0, self.v.layout.slab_bytes // _UNIT)
 
@@ -102,7 +99,7 @@ class WarpgroupProducts:
         """Return the low word of the descriptor of a tile, in a register that all lanes share."""
         low = Registers(1, U32, "low")
         begin = self.right[place] + T.cast(stage * (tiles.tile_bytes // _UNIT), U32)
-        low[0] = in_all_lanes(begin)
+        low[0] = self.q.isa.in_all_lanes(begin)
         return low[0]
 
     @inline
@@ -129,7 +126,7 @@ class WarpgroupProducts:
         left = T.alloc_local((weights.shape[0] * 2,), U32, layout=None)
         for n in T.unroll(weights.shape[0]):
             for h in T.unroll(2):
-                pack(left[n * 2 + h], self.dtype, weights[n, h, 0], weights[n, h, 1])
+                self.q.isa.pack(left[n * 2 + h], self.dtype, weights[n, h, 0], weights[n, h, 1])
         _pin(_words(left), "r")
         _pin(_all(o), "f")
         ptx("wgmma.fence.sync.aligned")

@@ -124,6 +124,8 @@ class GpuTarget:
         Threads that exchange values by instructions; None: the kernels must not rely on any.
     loads : tuple of str, or None
         Element types that kernels may load and store; None: all. Others lie in words.
+    wide_dtype : {"int64", "int32"}
+        Type of counts and indices that may exceed 32 bits, where the target has such integers.
     """
 
     isa_module: ClassVar[str]  # with the instructions, see `gpu.isa`
@@ -136,6 +138,7 @@ class GpuTarget:
     max_buffers: int | None = None
     subgroup: int | None = None
     loads: tuple[str, ...] | None = None
+    wide_dtype: str = "int64"
 
 
 @dataclass(frozen=True)

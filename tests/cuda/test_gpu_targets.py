@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU that has less than NVIDIA's runs the same kernels over an object of its own, emulated.
 
-It has no tensor cores and no asynchronous copies, and its blocks have 32 KiB and 256 threads.
+It has no tensor cores and no asynchronous copies, counts in 32 bits, and its blocks have 32 KiB and
+256 threads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import ClassVar
 import pytest
 from tvm.script import tirx as T
 
+from tir_kernels import kernel_names
 from tir_kernels.cuda.isa import CudaIsa, CudaSharedMemory
 from tir_kernels.gpu.registers import U32, Registers
 from tir_kernels.gpu.tiles.decode_tiling import DecodeTiling
@@ -33,6 +35,7 @@ class PlainTarget(CudaTarget):
     max_shared_bytes: int = 32 * 1024
     larger_shared_bytes: tuple[int, ...] = ()
     max_threads: int = 256
+    wide_dtype: str = "int32"
 
 
 @T.meta_class
@@ -93,7 +96,7 @@ def test_prefill(spec):
     case.verify()
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill"])
+@pytest.mark.parametrize("name", kernel_names(SPECS["f16"]))
 def test_no_instruction_that_the_target_lacks(name):
     source = cuda_text(name, SPECS["f16"])
     assert not [word for word in ("cp.async", "mma.sync", "ldmatrix", "wgmma") if word in source]

@@ -51,6 +51,27 @@ class CudaSharedMemory(SharedMemory):
     def store(self, byte, *values) -> None:
         ptx(f"st.shared{_suffix(values)}", self.pointer(byte), *values)
 
+    def load_half(self, byte):
+        return T.cast(self._load_half(byte), U32)
+
+    def store_half(self, byte, bits) -> None:
+        self.store(byte, T.cast(bits, "uint16"))
+
+    def load_element(self, byte, dtype: str):
+        value = Registers(1, F32, "value")
+        if dtype == F32:
+            self.load([*value], byte)
+        elif dtype == "bfloat16":
+            ptx("mov.b32", value[0], T.shift_left(self.load_half(byte), T.uint32(16)))
+        else:
+            ptx("cvt.f32.f16", value[0], self._load_half(byte))
+        return value[0]
+
+    def _load_half(self, byte):
+        bits = Registers(1, "uint16", "bits")
+        self.load([*bits], byte)
+        return bits[0]
+
     def copy(self, byte, source: tuple, size: int = 16, num_bytes=16) -> None:
         buffer, index = source
         pointers = self.pointer(byte), buffer.ptr_to(list(index))
@@ -65,6 +86,8 @@ def _suffix(values: Sequence) -> str:
 
 class CudaIsa(Isa):
     """PTX, the launches of CUDA, and tensor cores. Methods do what `Isa` says of them."""
+
+    shared_scope = "shared.dyn"
 
     # ---- Launches --------------------------------------------------------------------------------
 
@@ -162,12 +185,6 @@ class CudaIsa(Isa):
 
     def pack(self, word, dtype: str, low, high) -> None:
         ptx(f"cvt.rn.{SHORT_TYPES[dtype]}x2.f32", word, high, low)
-
-    def widen_bits(self, value, dtype: str, bits) -> None:
-        if dtype == "bfloat16":
-            ptx("mov.b32", value, T.shift_left(T.cast(bits, U32), T.uint32(16)))
-        else:
-            ptx("cvt.f32.f16", value, bits)
 
     def unpack(self, word, dtype: str, low, high) -> None:
         if dtype == "bfloat16":

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from ..codec import Codec
@@ -43,11 +44,23 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def load(self, registers: Sequence, byte) -> None:
-        """Load 1, 2 or 4 words, a float32 value or 16 bits: as many registers, of their type."""
+        """Load 1, 2 or 4 words, or a float32 value, to as many registers."""
 
     @abstractmethod
     def store(self, byte, *values) -> None:
         """Store what `load` loads."""
+
+    @abstractmethod
+    def load_half(self, byte):
+        """Return 16 bits as uint32."""
+
+    @abstractmethod
+    def store_half(self, byte, bits) -> None:
+        """Store the low 16 bits of a uint32."""
+
+    @abstractmethod
+    def load_element(self, byte, dtype: str):
+        """Return an element, widened to float32."""
 
     @abstractmethod
     def copy(self, byte, source: tuple, size: int = 16, num_bytes=16) -> None:
@@ -69,6 +82,7 @@ class Isa(ABC):
     #: Whether one thread of a block stores what all of them hold, with a barrier after it, or all
     #: do without one. A barrier may take registers that there are not.
     stores_once: bool = True
+    shared_scope: str = "shared"  # of arrays in shared memory that are indexed
 
     def __init__(self, target: GpuTarget):
         self.target = target
@@ -130,6 +144,21 @@ class Isa(ABC):
         num_slices : int
             Blocks that take slices of the same rows, and count as one.
         """
+
+    def wide(self, value):
+        """Return an integer in the type of those that may exceed 32 bits.
+
+        KV tiles of a batch are pages times KV heads, or tiles of rows times tiles of positions.
+        Pages that sequences share count once for each, so they may exceed 32 bits though the pool
+        does not. So may numbers of rows times their sizes. Offsets of elements need no cast:
+        buffers have an `elem_offset` of 64 bits.
+        """
+        dtype = self.target.wide_dtype
+        return tirx.const(value, dtype) if isinstance(value, int) else T.cast(value, dtype)
+
+    def wide_variable(self):
+        """Declare a variable for such an integer."""
+        return T.local_scalar(self.target.wide_dtype)
 
     # ---- Threads ---------------------------------------------------------------------------------
 
@@ -236,10 +265,6 @@ class Isa(ABC):
     @abstractmethod
     def unpack(self, word, dtype: str, low, high) -> None:
         """Widen the halves of a word."""
-
-    @abstractmethod
-    def widen_bits(self, value, dtype: str, bits) -> None:
-        """Widen a 16-bit value given as uint16."""
 
     def load_floats(self, buffer, index: Sequence, count: int) -> Registers:
         """Load `count` elements, widened to float32."""

@@ -67,12 +67,7 @@ def index_temp(value):
 
 
 def as_count(value):
-    """The one cast for counts of work, in 64 bits.
-
-    KV tiles of a batch are pages times KV heads, or tiles of rows times tiles of positions.
-    Pages that sequences share count once for each, so they may exceed 32 bits though the pool does
-    not. Offsets of elements need no cast: buffers have an `elem_offset` of 64 bits.
-    """
+    """Return a count of work, known to the host, in 64 bits."""
     return T.cast(value, I64)
 
 

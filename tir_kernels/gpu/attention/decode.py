@@ -39,7 +39,7 @@ from ..scores.softmax import ROW_LANES, Logits, OnlineSoftmax, products_of
 from ..scores.visible_columns import VisibleColumns
 from ..tiles.code_pipeline import kv_pipeline
 from ..tiles.decode_tiling import DecodeTiling
-from ..tiles.kv_rows import as_int64, paged_rows, with_page_views
+from ..tiles.kv_rows import paged_rows, with_page_views
 from ..tiles.pipeline import ThreadGroup, copy_rows, zero_padding
 from ..tiles.rotations import InlineRope, hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.shared_tiles import SharedTiles
@@ -272,12 +272,12 @@ def merge_states(spec, a, states, work, block, rows, thread):
 @inline
 def load_q(spec, tiling, q_tile, threads, q, work, first_row):
     """Start to copy the query rows of a KV head, from one of them on."""
-    per_chunk = T.meta_var(tiling.q.per_chunk)
-    row_at = T.meta_var(lambda row: (as_int64(work.sequence), head_of(spec, work, first_row + row)))
+    isa, per_chunk = T.meta_var((q_tile.isa, tiling.q.per_chunk))
+    row_at = T.meta_var(lambda row: (isa.wide(work.sequence), head_of(spec, work, first_row + row)))
     source = T.meta_var(lambda row, chunk: (q, (*row_at(row), chunk * per_chunk)))
     num_rows = T.meta_var(min(tiling.rows, spec.group_size))
     copy_rows(q_tile, num_rows, spec.qk_head_dim // per_chunk, threads, source)
-    q_tile.isa.commit_copies()
+    isa.commit_copies()
 
 
 def head_of(spec: KernelSpec, work: PageSchedule, row):

@@ -113,7 +113,7 @@ def batch_of_ragged(spec: KernelSpec, a: RaggedInputs) -> Batch:
         num_items=a.batch_size,
         num_rows=a.q.shape[0],
         make_work=lambda tiling: FixedWork(spec, tiling, a, items, a.k.shape[0]),
-        make_rows=lambda count: RaggedRows(a.k, a.v),
+        make_rows=lambda count: RaggedRows(spec, a.k, a.v),
         visible=visible_columns(a),
     )
 

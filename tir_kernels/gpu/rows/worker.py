@@ -48,8 +48,8 @@ class Worker:
             # Cosines and sines, and after them the row that each warp quantizes.
             size = max(1, self.spec.rope.rotary_dim // 2)
             self.shared = self._table(2 - (-WARPS * self.spec.qk_head_dim // size), size)
-        item = T.cast(block, "int64")
-        opened(T.If(item < T.cast(count, "int64")))
+        item = self.isa.wide(block)
+        opened(T.If(item < self.isa.wide(count)))
         opened(T.Then())
         return T.serial(item, item + 1)
 
@@ -62,7 +62,7 @@ class Worker:
         return self._table(rows, size) if self.shared is None else self.shared
 
     def _table(self, rows: int, size: int):
-        table = T.alloc_buffer((rows, size), F32, scope="shared.dyn", align=ACCESS_BYTES)
+        table = T.alloc_buffer((rows, size), F32, scope=self.isa.shared_scope, align=ACCESS_BYTES)
         return IRBuilder.name("table", table)
 
     def elements(self, size: int):
@@ -94,9 +94,10 @@ class Worker:
         all values, and there is one for each value.
         """
         found = opened(self.isa.workspace((1,), "largest"))
-        with self.isa.launch([1], MAXIMUM_THREADS) as (_, thread):
-            num_warps = MAXIMUM_THREADS // WARP
-            of_warps = T.alloc_buffer((num_warps,), "int32", scope="shared.dyn")
+        num_threads = min(MAXIMUM_THREADS, self.spec.target.max_threads)
+        with self.isa.launch([1], num_threads) as (_, thread):
+            num_warps = num_threads // WARP
+            of_warps = T.alloc_buffer((num_warps,), "int32", scope=self.isa.shared_scope)
             largest = Registers(1, I32, "x")
             largest[0] = T.int32(-1)
             lane = index_temp(T.truncmod(thread, WARP))
@@ -105,7 +106,7 @@ class Worker:
                 for mask in (1, 2, 4, 8, 16):
                     largest[0] = T.max(largest[0], self.isa.shuffle_xor(largest[0], mask))
 
-            with T.serial(thread, T.cast(count, "int32"), step=MAXIMUM_THREADS) as i:
+            with T.serial(thread, T.cast(count, "int32"), step=num_threads) as i:
                 largest[0] = T.max(largest[0], values[i])
             combine()
             with T.If(lane == 0), T.Then():

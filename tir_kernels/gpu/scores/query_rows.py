@@ -12,7 +12,6 @@ from ...script import inline
 from ...spec import KernelSpec
 from ..isa import isa_of
 from ..registers import I32, WARP
-from ..tiles.kv_rows import as_int64
 from ..tiles.tiling import Tiling
 
 
@@ -96,4 +95,4 @@ class QueryRows:
 
     def index(self, row) -> tuple:
         """Return the index of a row of the tile in Q and O, and in their logs."""
-        return as_int64(self.row_of_q(row)), self.head(row)
+        return self.isa.wide(self.row_of_q(row)), self.head(row)

@@ -159,9 +159,7 @@ class CodePipeline(KvPipeline):
         if self.codes.scale_bits == 32:
             self.memory.load([*value], place)
             return value[0]
-        bits = Registers(1, "uint16", "bits")
-        self.memory.load([*bits], place)
-        return temp(T.reinterpret(F32, T.shift_left(T.cast(bits[0], U32), T.uint32(16))))
+        return temp(T.reinterpret(F32, T.shift_left(self.memory.load_half(place), T.uint32(16))))
 
     def _store_group_scale(self, place, value) -> None:
         """Replace a scale by another one, which has no more bits than it."""
@@ -169,7 +167,7 @@ class CodePipeline(KvPipeline):
             self.memory.store(place, value)
             return
         bits = T.shift_right(T.reinterpret(U32, value), T.uint32(16))
-        self.memory.store(place, T.cast(bits, "uint16"))
+        self.memory.store_half(place, bits)
 
     @inline
     def _write_row_scales(self, first, stage):

@@ -32,11 +32,6 @@ def with_page_views(spec: KernelSpec, a: PagedInputs) -> PagedInputs:
     return replace(a, pages=view_pages(a.pages, spec))
 
 
-def as_int64(value):
-    """Row numbers times row sizes may exceed 32 bits."""
-    return T.cast(value, "int64")
-
-
 @T.meta_class
 class PagedRows:
     """The rows that a page table gives a sequence.
@@ -50,7 +45,8 @@ class PagedRows:
     """
 
     def __init__(self, spec: KernelSpec, pages, page_ids, rows_per_thread: int):
-        self.spec, self.pages, self.page_ids = spec, pages, page_ids
+        self.spec, self.isa = spec, isa_of(spec.target)
+        self.pages, self.page_ids = pages, page_ids
         self.page = T.alloc_local((rows_per_thread,), "int32", layout=None)
         self.first_entry = T.local_scalar("int32")
         self.head = T.local_scalar("int32")
@@ -81,7 +77,7 @@ class PagedRows:
 
     def source(self, plane: int, i, position, column):
         """Return the buffer and index of a column of the i-th row of K or V; `find` found it."""
-        page, slot = as_int64(self.page[i]), self._slot(position)
+        page, slot = self.isa.wide(self.page[i]), self._slot(position)
         rows = rows_of(self.pages, plane)
         return rows, row_index(page, plane, self.head, slot, column)
 
@@ -94,7 +90,7 @@ class LatentRows(PagedRows):
 
     def source(self, plane: int, i, position, column):
         """Return the buffer and index of a column of the i-th row, which `find` found there."""
-        page, slot = as_int64(self.page[i]), self._slot(position)
+        page, slot = self.isa.wide(self.page[i]), self._slot(position)
         return self.pages, latent_index(page, slot, column)
 
 
@@ -126,8 +122,8 @@ class QuantizedRows(PagedRows):
         The offset in the page goes through an instruction that the compiler does not look into: it
         would keep sums of the base address and parts of offsets, in two registers each.
         """
-        codes, offset = self.pages.codes, isa_of(self.spec.target).opaque(byte)
-        first = [as_int64(self.page[i]), *[0] * (len(codes.shape) - 2)]
+        codes, offset = self.pages.codes, self.isa.opaque(byte)
+        first = [self.isa.wide(self.page[i]), *[0] * (len(codes.shape) - 2)]
         return codes, (*first, offset)
 
     @property
@@ -160,11 +156,12 @@ class RaggedRows:
 
     Parameters
     ----------
+    spec : KernelSpec
     k, v : the kernel's arguments
     """
 
-    def __init__(self, k, v):
-        self.k, self.v = k, v
+    def __init__(self, spec: KernelSpec, k, v):
+        self.isa, self.k, self.v = isa_of(spec.target), k, v
         self.first_row = T.local_scalar("int32")
         self.head = T.local_scalar("int32")
 
@@ -189,4 +186,4 @@ class RaggedRows:
     def source(self, plane: int, i, position, column):
         """Return the buffer and index of a column of the row of K or V at a position."""
         rows = self.k if plane == K_PLANE else self.v
-        return rows, (as_int64(self.first_row + position), self.head, column)
+        return rows, (self.isa.wide(self.first_row + position), self.head, column)

@@ -176,15 +176,8 @@ class SharedTiles:
 
     def load_float(self, tile, row, column):
         """Load an element, widened to float32."""
-        place, dtype = self.element_place(tile, row, column), self.layout.dtype
-        value = Registers(1, F32, "value")
-        if dtype == F32:
-            self.memory.load([*value], place)
-            return value[0]
-        bits = Registers(1, "uint16", "bits")
-        self.memory.load([*bits], place)
-        self.isa.widen_bits(value[0], dtype, bits[0])
-        return value[0]
+        place = self.element_place(tile, row, column)
+        return self.memory.load_element(place, self.layout.dtype)
 
     def store_float(self, tile, row, column, value) -> None:
         """Store an element, narrowed from float32."""
@@ -194,7 +187,7 @@ class SharedTiles:
             return
         word = Registers(1, U32, "word")
         self.isa.pack(word[0], dtype, value, T.float32(0))
-        self.memory.store(place, T.cast(T.bitwise_and(word[0], T.uint32(0xFFFF)), "uint16"))
+        self.memory.store_half(place, T.bitwise_and(word[0], T.uint32(0xFFFF)))
 
     def store_pair(self, tile, row, column, low, high) -> None:
         """Store two elements next to each other, narrowed from float32."""

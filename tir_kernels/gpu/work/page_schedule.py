@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...spec import KernelSpec
 from ..isa import isa_of
-from ..registers import I32, I64, WARP, as_count
+from ..registers import I32, WARP
 
 MAX_POSITIONS = 64  # of a KV tile
 
@@ -35,7 +35,7 @@ class PageSchedule:
 
     Attributes
     ----------
-    total, split_size : int64
+    total, split_size : wide integers
         KV tiles of the batch, and of a split.
     sequence, head : int32
         The KV head.
@@ -45,7 +45,7 @@ class PageSchedule:
         KV tiles of the KV head; the block takes ``first .. end - 1`` of them.
     left : int32
         KV tiles of the split after them.
-    index : int64
+    index : wide integer
         The first of those, of the batch.
     """
 
@@ -56,31 +56,33 @@ class PageSchedule:
         self.per_page = spec.page_size // self.positions
         self.per_entry = self.per_page * spec.num_kv_heads
         self.min_size = -(-min_positions // self.positions)
-        self.total, self.split_size = T.local_scalar(I64), T.local_scalar(I64)
+        self.total, self.split_size = (self.isa.wide_variable() for _ in range(2))
         self.sequence, self.head = T.local_scalar(I32), T.local_scalar(I32)
         self.first_entry, self.num_pages = T.local_scalar(I32), T.local_scalar(I32)
         self.num_kv_tiles, self.left = T.local_scalar(I32), T.local_scalar(I32)
         self.first, self.end = T.local_scalar(I32), T.local_scalar(I32)
-        self.index = T.local_scalar(I64)
+        self.index = self.isa.wide_variable()
 
     def first_kv_tile(self, sequence):
         """Return the number of KV tiles before those of a sequence."""
-        return as_count(self.indptr[sequence]) * self.per_entry
+        return self.isa.wide(self.indptr[sequence]) * self.per_entry
 
     @inline
     def measure(self):
         """Find how many KV tiles there are, and how many a block takes."""
         self.total = self.first_kv_tile(self.batch_size)
-        size = T.meta_var(T.truncdiv(self.total + self.num_blocks - 1, as_count(self.num_blocks)))
-        self.split_size = T.max(size, T.int64(self.min_size))
+        size = T.meta_var(
+            T.truncdiv(self.total + self.num_blocks - 1, self.isa.wide(self.num_blocks))
+        )
+        self.split_size = T.max(size, self.isa.wide(self.min_size))
 
     @inline
     def take_split(self, block, lane):
         """Take the split of a block: the end of one KV head, whole ones, and one begun."""
         self.measure()
-        self.index = as_count(block) * self.split_size
+        self.index = self.isa.wide(block) * self.split_size
         # The share of a block fits into 32 bits, and registers are scarce.
-        left = T.meta_var(T.max(T.min(self.split_size, self.total - self.index), T.int64(0)))
+        left = T.meta_var(T.max(T.min(self.split_size, self.total - self.index), self.isa.wide(0)))
         self.left = T.cast(left, I32)
         if self.left > 0:
             self.find_sequence(self.index, lane)
@@ -98,7 +100,7 @@ class PageSchedule:
         count = T.min(self.num_kv_tiles - self.first, self.left)
         self.end = self.first + count
         self.left -= count
-        self.index += as_count(count)
+        self.index += self.isa.wide(count)
 
     @inline
     def find_sequence(self, kv_tile, lane):
@@ -139,7 +141,7 @@ class PageSchedule:
     def find_cut(self, block, lane):
         """Find the KV head that the end of a block's split cuts; if none, `first` is 0."""
         self.measure()
-        self.index = as_count(block + 1) * self.split_size
+        self.index = self.isa.wide(block + 1) * self.split_size
         self.first = 0
         if self.index < self.total:
             self.find_sequence(self.index, lane)
@@ -147,9 +149,9 @@ class PageSchedule:
 
     def begins_in_split(self):
         """Whether the KV head that is cut begins in the split: its block merges it."""
-        return T.And(self.first > 0, as_count(self.first) <= self.split_size)
+        return T.And(self.first > 0, self.isa.wide(self.first) <= self.split_size)
 
     def num_splits(self, block):
         """Return the number of splits that have some of the KV head, from a block's on."""
-        last = self.index - as_count(self.first) + as_count(self.num_kv_tiles) - 1
+        last = self.index - self.isa.wide(self.first) + self.isa.wide(self.num_kv_tiles) - 1
         return T.cast(T.truncdiv(last, self.split_size), I32) - block + 1

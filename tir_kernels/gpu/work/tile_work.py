@@ -29,9 +29,8 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...spec import KernelSpec
 from ..isa import isa_of
-from ..registers import I32, I64, WARP, as_count
+from ..registers import I32, WARP
 from ..scores.query_rows import QueryRows
-from ..tiles.kv_rows import as_int64
 from ..tiles.tiling import Tiling
 from .partial_states import MERGE_BLOCK_SIZE, MERGED_ROWS, BlockStates, PartialStates
 from .work_items import Items, ItemSearch
@@ -183,7 +182,7 @@ class FixedWork(PartialStates):
                 row = T.truncdiv(at, num_heads)
                 head = T.truncmod(at, num_heads)
                 if row < self.items.first_row(self.items.count):
-                    output = T.meta_var((as_int64(row), head))
+                    output = T.meta_var((self.isa.wide(row), head))
                     self.merge(self.a, lambda i: (i, *output), self.splits, output, lane)
 
 
@@ -208,10 +207,11 @@ class BalancedSplits(TileWork):
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, items: Items, blocks, states: BlockStates):
         self.block, v_slice = blocks
-        super().__init__(spec, tiling, items, v_slice, I64)
+        super().__init__(spec, tiling, items, v_slice, spec.target.wide_dtype)
         self.states = states
-        self.total, self.split_size, self.index = (T.local_scalar(I64) for _ in range(3))
-        self.tile_begin, self.tile_end = T.local_scalar(I64), T.local_scalar(I64)
+        wide = self.isa.wide_variable
+        self.total, self.split_size, self.index = (wide() for _ in range(3))
+        self.tile_begin, self.tile_end = wide(), wide()
         self.start, self.end, self.slot, self.whole = (T.local_scalar(I32) for _ in range(4))
         self.num_kv_tiles, self.kv_tile = T.local_scalar(I32), T.local_scalar(I32)
 
@@ -232,29 +232,29 @@ class BalancedSplits(TileWork):
         return T.max(num_kv_tiles, 1) if self.items.are_all_visited else num_kv_tiles
 
     def kv_tiles_of(self, i):
-        """Return the KV tiles of item i, an int64."""
-        return as_count(self.num_tiles(i) * self.num_kv_heads) * self._kv_tiles_of_tile(i)
+        """Return the KV tiles of item i, a wide integer."""
+        return self.isa.wide(self.num_tiles(i) * self.num_kv_heads) * self._kv_tiles_of_tile(i)
 
     @inline
     def measure(self, lane):
         """Find how many KV tiles there are, and how many a block takes."""
-        self.total = T.int64(0)
+        self.total = self.isa.wide(0)
         for turn in T.serial(T.ceildiv(self.items.count, WARP)):
             i = turn * WARP + lane
             if i < self.items.count:
                 self.total += self.kv_tiles_of(i)
         self.total = self.isa.over_lanes(self.total, operator.add)
         num_blocks = T.meta_var(self.states.num_blocks)
-        size = T.meta_var(T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks)))
-        self.split_size = T.max(size, T.int64(MIN_KV_TILES))
+        size = T.meta_var(T.truncdiv(self.total + num_blocks - 1, self.isa.wide(num_blocks)))
+        self.split_size = T.max(size, self.isa.wide(MIN_KV_TILES))
 
     @inline
     def take_split(self, lane):
         """Take the split of the block: the end of one tile, whole ones, and another begun."""
         self.measure(lane)
-        first = as_count(self.block) * self.split_size
+        first = self.isa.wide(self.block) * self.split_size
         # The share of a block fits into 32 bits, and registers are scarce.
-        left = T.meta_var(T.max(T.min(self.split_size, self.total - first), T.int64(0)))
+        left = T.meta_var(T.max(T.min(self.split_size, self.total - first), self.isa.wide(0)))
         self.left = T.cast(left, I32)
         if self.left > 0:
             self.find_item(first, lane)
@@ -270,8 +270,8 @@ class BalancedSplits(TileWork):
     def find_tile(self):
         """Find the tile of the item's KV tile `index`, and which of the tile's this is."""
         self.num_kv_tiles = self._kv_tiles_of_tile(self.item)
-        number = T.cast(T.truncdiv(self.index, as_count(self.num_kv_tiles)), I32)
-        self.kv_tile = T.cast(self.index - as_count(number) * self.num_kv_tiles, I32)
+        number = T.cast(T.truncdiv(self.index, self.isa.wide(self.num_kv_tiles)), I32)
+        self.kv_tile = T.cast(self.index - self.isa.wide(number) * self.num_kv_tiles, I32)
         num_tiles = self.num_tiles(self.item)
         self.head = T.truncdiv(number, num_tiles)
         self.first = T.truncmod(number, num_tiles) * self.tiling.rows
@@ -287,7 +287,7 @@ class BalancedSplits(TileWork):
         self.find_tile()
         count = T.min(self.num_kv_tiles - self.kv_tile, self.left)
         self.left -= count
-        self.index += as_count(count)
+        self.index += self.isa.wide(count)
         self.start = self.kv_tile * self.tiling.positions
         self.end = T.min((self.kv_tile + count) * self.tiling.positions, self.kv_len)
         self.whole = T.cast(count == self.num_kv_tiles, I32)
@@ -307,17 +307,17 @@ class BalancedSplits(TileWork):
     def find_cut(self, lane):
         """Find the tile that the end of the block's split cuts; `begins_in_split` if one is."""
         self.measure(lane)
-        cut = as_count(self.block + 1) * self.split_size
+        cut = self.isa.wide(self.block + 1) * self.split_size
         self.tile_begin = cut  # none
         if cut < self.total:
             self.find_item(cut, lane)
             self.find_tile()
-            self.tile_begin = cut - as_count(self.kv_tile)
-            self.tile_end = self.tile_begin + as_count(self.num_kv_tiles)
+            self.tile_begin = cut - self.isa.wide(self.kv_tile)
+            self.tile_end = self.tile_begin + self.isa.wide(self.num_kv_tiles)
 
     def begins_in_split(self):
         """Whether the tile that is cut begins in the split: its block merges it."""
-        end = as_count(self.block + 1) * self.split_size
+        end = self.isa.wide(self.block + 1) * self.split_size
         return T.And(self.tile_begin < end, self.tile_begin >= end - self.split_size)
 
     def num_splits(self):

@@ -61,7 +61,7 @@ class ItemSearch:
     Parameters
     ----------
     isa : Isa
-    dtype : {"int32", "int64"}
+    dtype : str
         Of counts of pieces.
 
     Attributes

@@ -163,7 +163,7 @@ def attend_to_split(spec, a, sequences, tiling, mode, states, work, blocks, thre
         if columns.first < columns.end:
             zero_padding(q_tile, spec.qk_head_dim, threads.thread, threads.num_threads)
             zero_padding(k, spec.qk_head_dim, threads.thread, threads.num_threads)
-            if spec.qk_head_dim % k.layout.per_chunk:  # the chunk holds codes as well
+            if spec.qk_head_dim % k.layout.per_chunk != 0:  # the chunk holds codes as well
                 threads.sync()
             load_q(spec, tiling, q_tile, threads, a.q, work, first_row)
             pipeline.begin(columns.first, columns.end)

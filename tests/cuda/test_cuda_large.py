@@ -109,9 +109,8 @@ def test_an_offset_of_32_bits_is_caught():
     pages[LAST - NUM_PAGES // 2] = 0
     text = cuda_text("decode", SPEC)
     # The page's number modulo a half, as if the highest bit of the offset were lost.
-    short = mutated(
-        text, "((int64_t)rows_page_ptr[", f"((int64_t)-{NUM_PAGES // 2} + (int64_t)rows_page_ptr["
-    )
+    page = "(int64_t)kv_rows_page_ptr["
+    short = mutated(text, f"({page}", f"((int64_t)-{NUM_PAGES // 2} + {page}")
     assert attend(emulated(short).get_function("decode"), "decode", pages, rows) > 2e-3
 
 

@@ -144,7 +144,7 @@ def test_decode_splits_more_kv_tiles_than_32_bits_count():
             kv_tile = as_count(at[0]) * 256 + 77
             work.measure()
             work.find_sequence(kv_tile, thread)
-            work.find_pair(kv_tile)
+            work.find_head(kv_tile)
             if thread == 0:
                 found[0] = work.total
                 found[1] = work.split_size

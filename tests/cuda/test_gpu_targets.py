@@ -20,9 +20,9 @@ from tir_kernels.gpu.tiles.decode_tiling import DecodeTiling
 from tir_kernels.gpu.tiles.tiling import MAX_ROWS, Tiling
 from tir_kernels.spec import CudaTarget
 
-from ..support.attention_cases import PagedBatch, cuda_text
-from ..support.cuda_cases import F16, F32, make_spec
-from ..support.cuda_emulator import multiprocessors
+from ..support.cases.kernels.attention_cases import PagedBatch, cuda_text
+from ..support.cases.kernels.cuda_cases import F16, F32, make_spec
+from ..support.emulators.cuda_emulator import multiprocessors
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def measure(name: str, rows: list[int], budget: float, limits) -> None:
     from tvm_pagedkv_lm.config.expert_config import Experts
     from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear
     from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
+    from tvm_pagedkv_lm.kernels.rows.gates import gated
     from tvm_pagedkv_lm.kernels.rows.routing_kernels import group_pairs
-    from tvm_pagedkv_lm.kernels.rows.row_kernels import gated
 
     target, rng = vector_target(), np.random.default_rng(0)
     dtype = name if name in ("float32", "float16", "bfloat16") else "bfloat16"

@@ -75,7 +75,7 @@ def torch_times(dtype: str, rows: list[int], budget: float) -> dict:
 
 def multiplied_by(matrix, n: int) -> str:
     """Return what multiplies n rows with a packed matrix."""
-    from tvm_pagedkv_lm.kernels.linear.tile_units import MIN_TILE_ROWS
+    from tvm_pagedkv_lm.kernels.linear.amx.tile_tasks import MIN_TILE_ROWS
 
     if matrix.has_tiles and n >= MIN_TILE_ROWS:
         return "AMX"
@@ -94,7 +94,7 @@ def measure(dtype: str, rows: list[int], budget: float, limits) -> None:
     target, rng = vector_target(), np.random.default_rng(0)
     for name, (out_features, in_features) in LAYERS.items():
         matrix = PackedMatrix(out_features, in_features, dtype, target)
-        function = linear(matrix, dtype).with_attr("global_symbol", "linear")
+        function = linear(matrix, dtype, dtype).with_attr("global_symbol", "linear")
         kernel = tvm.tirx.build(tvm.IRModule({"linear": function}), target=resolve_target())
         values = rng.standard_normal(matrix.shape, dtype=np.float32).astype(dtype)
         weight = tvm.runtime.tensor(values)

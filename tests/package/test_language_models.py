@@ -32,8 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"config", "model", "text"},
     "cli": {"engine", "model", "parallel", "text"},
 }
-# Folders with kernels may use the parts that kernels of a CPU are made of; others, specs of types.
+# Of kernels: specs of types, and for kernels, what those for any target are written with, and the
+# instructions of CPUs.
 SPECS = {"tir_kernels", "tir_kernels.spec", "tir_kernels.codec"}
+KERNEL_PARTS = ("define", "script", "semantics", "targets", "cpu.isa")
 
 
 class Import(NamedTuple):
@@ -74,8 +76,11 @@ def fault(each: Import) -> str | None:
         if each.name is not None and each.name not in {*offered.__all__, *_packages()}:
             return f"{line}: it is not in __all__"
     elif top == "tir_kernels" and each.module not in SPECS:
-        allowed = each.folder == "kernels" or each.module.startswith("tir_kernels.script")
-        return None if allowed else f"{line}: only kernels use parts of kernels"
+        if each.folder != "kernels":
+            return f"{line}: only kernels use parts of kernels"
+        parts = tuple(f"tir_kernels.{part}" for part in KERNEL_PARTS)
+        if not any(f"{each.module}.".startswith(f"{part}.") for part in parts):
+            return f"{line}: of kernels they may use {', '.join(parts)}"
     return None
 
 
@@ -113,6 +118,8 @@ def test_imports_follow_the_table(folder):
         ("engine/new.py", "from tvm_pagedkv._errors import CacheFullError", "not from its module"),
         ("model/new.py", "from tvm_pagedkv.compiler import sealed_file", "is not in __all__"),
         ("model/new.py", "from tir_kernels.cpu.isa.simd import load", "only kernels use parts"),
+        ("kernels/new.py", "from tir_kernels.cpu.worker import items", "of kernels they may use"),
+        ("kernels/new.py", "from tir_kernels.cuda.emit import launch", "of kernels they may use"),
     ],
 )
 def test_a_wrong_import_is_found(file, statement, message):

@@ -21,6 +21,7 @@ from .cpu_classes import choices
 from .create import config_map, create
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
+from .plain_tir import for_relax
 from .progress import compiling
 from .scratch import scratch_bytes
 from .targets import (
@@ -51,6 +52,7 @@ __all__ = [
     "compiling",
     "config_map",
     "create",
+    "for_relax",
     "is_cuda",
     "kernel_spec",
     "kernel_symbol",

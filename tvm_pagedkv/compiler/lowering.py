@@ -22,14 +22,13 @@ from tvm import s_tir, tirx
 from tvm.ir import Var
 from tvm.support import cc
 from tvm.target import Target, codegen
-from tvm.tirx.buffer import is_buffer_var
 
 import tir_kernels
-from tir_kernels.cpu.worker import ITEM_BYTES, SERIAL_BELOW_BYTES
 from tir_kernels.releases import SERIES
 
 from .bfloat16_loads import widen_bfloat16_vectors
 from .disk_cache import code_versions, found_file, sealed_file
+from .plain_tir import count_from_zero, keep_in_registers, parallel_where_large
 from .progress import compiling
 from .tasks import share_task_body
 
@@ -156,17 +155,17 @@ def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.
 
 def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
     """Lower one kernel to the input of the code generator."""
-    function = _parallel_where_large(function)
+    function = parallel_where_large(function)
     module = tvm.IRModule(share_task_body(function, symbol))
     return tvm.transform.Sequential(
         [
             tirx.transform.BindTarget(target.with_host(target)),
-            _count_from_zero,
+            count_from_zero,
             _flatten_buffers,
             *([] if _IS_CURRENT else [widen_bfloat16_vectors]),
             tirx.transform.BF16ComputeLegalize(),
             tirx.transform.StorageRewrite(),  # moves buffers out of loops
-            _keep_in_registers,
+            keep_in_registers,
             tirx.transform.UnrollLoop(),  # those of `T.unroll` only
             # Or LLVM takes three times as long. That of 0.26 drops conditions on memory which held
             # before, even if the memory was written since.
@@ -179,94 +178,6 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             tirx.transform.LowerIntrin(),
         ]
     )(module)
-
-
-def _parallel_where_large(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Let the caller's thread do the items of a loop that moves too little to wake others for."""
-
-    is_found = False
-
-    def choose(loop: tirx.For, mutator: Any) -> Any:
-        nonlocal is_found
-        if ITEM_BYTES not in loop.annotations:
-            return mutator.default_mutate(loop)
-        is_found = True
-        total = tirx.Cast("int64", loop.extent) * loop.annotations[ITEM_BYTES]
-        serial, parallel = (
-            tirx.For(loop.loop_var, loop.min, loop.extent, kind, loop.body)
-            for kind in (tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL)
-        )
-        return tirx.IfThenElse(total < SERIAL_BELOW_BYTES, serial, parallel)
-
-    body = tvm_ffi.structural_mutate(function.body, (tirx.For, choose))
-    if not is_found:
-        return function
-    module = tvm.IRModule({"main": function.with_body(body)})
-    return tirx.transform.ConvertSSA()(module)["main"]
-
-
-@tirx.transform.prim_func_pass(opt_level=0)
-def _count_from_zero(function: tirx.PrimFunc, _module: Any, _context: Any) -> tirx.PrimFunc:
-    """Let all loops count from 0 in steps of 1, which the code generator asks for.
-
-    TVM's CanonicalizeLoop leaves the bounds of loops within as they were, and evaluates where a
-    loop begins wherever its variable is used, so it cannot be had from an array that the loop
-    writes.
-    """
-
-    def count(loop: tirx.For, mutator: Any) -> Any:
-        step = 1 if loop.step is None else int(loop.step)
-        begin, extent = mutator.mutate(loop.min), mutator.mutate(loop.extent)
-        is_constant = isinstance(begin, tirx.IntImm)
-        if is_constant and int(begin) == 0 and step == 1:
-            return mutator.default_mutate(loop)
-        kept = []
-        if not is_constant:
-            first = tirx.decl_buffer(
-                [1], begin.ty.dtype, f"first_{loop.loop_var.name}", layout=None
-            )
-            kept = [tirx.AllocBuffer(first), tirx.BufferStore(first, begin, [0])]
-            begin = first[0]
-        index = Var(loop.loop_var.name, loop.loop_var.ty)
-        mutator.var_remap_set(loop.loop_var, begin + index * step)
-        counted = tirx.For(
-            index,
-            tirx.const(0, extent.ty.dtype),
-            extent if step == 1 else tirx.ceildiv(extent, step),
-            loop.kind,
-            mutator.mutate(loop.body),
-            annotations=loop.annotations,
-        )
-        return tirx.SeqStmt([*kept, counted]) if kept else counted
-
-    return function.with_body(tvm_ffi.structural_mutate(function.body, (tirx.For, count)))
-
-
-@tirx.transform.prim_func_pass(opt_level=0)
-def _keep_in_registers(function: tirx.PrimFunc, _module: Any, _context: Any) -> tirx.PrimFunc:
-    """Move variables and arrays of scope "local" to the stack, for LLVM to keep in registers.
-
-    TVM would allocate them on the heap. `StorageRewrite` would let others share their memory, if
-    they had the default scope before it.
-    """
-    moved: dict[Var, Var] = {}
-
-    def move(variable: Var, _mutator: Any) -> Var:
-        if not is_buffer_var(variable) or str(variable.ty.storage_scope) != "local":
-            return variable
-        if variable not in moved:
-            shape, dtype = variable.ty.shape, variable.ty.dtype
-            moved[variable] = tirx.decl_buffer(shape, dtype, variable.name, layout=None)
-        return moved[variable]
-
-    def allocate(allocation: tirx.AllocBuffer, mutator: Any) -> Any:
-        buffer = move(allocation.buffer, mutator)
-        if buffer.same_as(allocation.buffer):
-            return mutator.default_mutate(allocation)
-        return tirx.AllocBuffer(buffer, {"disable_lower_builtin": tirx.const(1, "bool")})
-
-    callbacks = [(tirx.AllocBuffer, allocate), (Var, move)]
-    return function.with_body(tvm_ffi.structural_mutate(function.body, callbacks))
 
 
 @tirx.transform.prim_func_pass(opt_level=0)

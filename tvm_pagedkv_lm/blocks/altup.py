@@ -16,15 +16,14 @@ from tvm.relax.frontend.nn import op
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..config.part import LayerPart
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import norms
+from ..kernels.rows.row_kernels import scaled_sum, take_columns
 from ..kernels.rows.stream_kernels import (
     add_to_streams,
     correct_streams,
     merge_streams,
     predict_streams,
-    scaled_sum,
     stack_streams,
-    take_columns,
 )
 from ..weights.weight_parts import Output, Part, Weight, Weights, columns, rows, vector
 from .projections import Linear
@@ -177,7 +176,7 @@ class AltUpLayer(nn.Module):
 
     def _route(self, x: nn.Tensor) -> nn.Tensor:
         config, options = self.config, self.options
-        kernel = kernels.norm(config.hidden_size, config.norm_eps, options.dtype, options.vector)
+        kernel = norms.norm(config.hidden_size, config.norm_eps, options.dtype, options.vector)
         return self.router(op.tensor_ir_op(kernel, "norm", [x, self.router_norm], x))
 
 
@@ -194,7 +193,7 @@ class Laurel(nn.Module):
     def forward(self, x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
         config, options = self.config, self.options
         width = config.hidden_size
-        kernel = kernels.norm(width, config.norm_eps, options.dtype, options.vector, residual=True)
+        kernel = norms.norm(width, config.norm_eps, options.dtype, options.vector, residual=True)
         low_rank = self.right(self.left(y))
         learned = op.tensor_ir_op(kernel, "norm", [low_rank, self.norm, y], y)
         kernel = scaled_sum(width, math.sqrt(0.5), options.dtype, options.vector)

@@ -18,7 +18,7 @@ from ..config.index_config import IndexConfig
 from ..config.options import BuildOptions
 from ..config.part import NOT_SHARED, AttentionPart
 from ..config.query_scale import QueryScale
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import gates, norms, row_kernels
 from ..weights.weight_parts import Output, Part, Weight, Weights, columns, halves, rows, slices
 from .block_indexer import BlockIndexer, block_indexer_weights
 from .heads import Heads
@@ -217,7 +217,7 @@ class QkNorm(nn.Module):
 
     def forward(self, qkv: nn.Tensor) -> nn.Tensor:
         options = self.options
-        kernel = kernels.qk_norm(
+        kernel = norms.qk_norm(
             self.q, self.k, self.v_width, self.epsilon, options.dtype, options.vector, v=self.v
         )
         width = sum(count * width for count, width in (self.q, self.k)) + self.v_width
@@ -290,13 +290,13 @@ class AttentionBlock(nn.Module):
         q_width = self.num_heads * self.head_dim
         out = op.reshape(out, (n, q_width))
         if self.gate is not None:
-            kernel = kernels.multiply("sigmoid", q_width, self.options.dtype, self.options.vector)
+            kernel = gates.multiply("sigmoid", q_width, self.options.dtype, self.options.vector)
             out = op.tensor_ir_op(kernel, "multiply", [out, self.gate(x)], out)
         return self.o_proj(out, residual)
 
     def _scale_queries(self, qkv: nn.Tensor, positions: nn.Tensor) -> nn.Tensor:
         assert self.query_scale is not None
-        kernel = kernels.scale_queries(
+        kernel = row_kernels.scale_queries(
             self.num_heads * self.head_dim,
             self.num_rows * self.head_dim,
             self.query_scale,

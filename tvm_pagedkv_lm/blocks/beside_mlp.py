@@ -12,7 +12,7 @@ from ..config.decoder_config import DecoderConfig
 from ..config.expert_config import Experts
 from ..config.options import BuildOptions
 from ..config.part import LayerPart
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import norms
 from ..weights.weight_parts import Weights, vector
 from .moe import MixtureOfExperts
 
@@ -79,7 +79,7 @@ class ExpertsBesideMlpBlock(nn.Module):
         self, x: nn.Tensor, weight: nn.Tensor, residual: nn.Tensor | None = None
     ) -> nn.Tensor:
         config, options = self.config, self.options
-        kernel = kernels.norm(
+        kernel = norms.norm(
             config.hidden_size, config.norm_eps, options.dtype, options.vector,
             residual=residual is not None,
         )  # fmt: skip

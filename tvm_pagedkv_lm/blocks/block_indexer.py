@@ -14,7 +14,7 @@ from tvm_pagedkv.relax import PagedKVCacheObject
 from ..config.decoder_config import DecoderConfig
 from ..config.index_config import IndexConfig
 from ..config.options import BuildOptions
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import norms
 from ..weights.weight_parts import Output, Weights, rows, vector
 from .heads import Heads
 from .projections import Linear
@@ -43,7 +43,7 @@ class BlockIndexer(nn.Module):
         """Append the keys of this step to an index lane, and return what each row chooses."""
         shape, options = self.shape, self.options
         q, k = (shape.num_heads, shape.dim), (1, shape.dim)
-        kernel = kernels.qk_norm(q, k, 0, self.epsilon, options.dtype, options.vector)
+        kernel = norms.qk_norm(q, k, 0, self.epsilon, options.dtype, options.vector)
         qk = self.qk_proj(x)
         qk = op.tensor_ir_op(kernel, "qk_norm", [qk, self.q_weight, self.k_weight], qk)
         queries = self.heads.take(qk, 0, shape.num_heads, cache)

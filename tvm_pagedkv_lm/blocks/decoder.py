@@ -14,7 +14,7 @@ from tvm_pagedkv.relax import PagedKVCacheObject
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..kernels.linear.packed import look_up, packed_matrix
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import row_kernels
 from ..weights.weight_parts import Part, Weight, Weights
 from .altup import AltUp, Streams
 from .decoder_layer import DecoderLayer, layer_weights
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
 
     def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
         options, width = self.options, stream_width(self.config)
-        kernel = kernels.take_rows(width, options.dtype, options.vector)
+        kernel = row_kernels.take_rows(width, options.dtype, options.vector)
         hidden = self._hidden(x, cache, is_decode=False)
         out = nn.Tensor.placeholder((rows.shape[0], width), options.dtype)
         last = op.tensor_ir_op(kernel, "take_rows", [hidden, rows], out)
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         logits, cap = self.lm_head(self.norm(x)), self.config.logit_softcap
         if cap is None:
             return logits
-        kernel = kernels.soft_cap_logits(self.config.vocab_size, cap, self.options.vector)
+        kernel = row_kernels.soft_cap_logits(self.config.vocab_size, cap, self.options.vector)
         out = nn.Tensor.placeholder(logits.shape, "float32")
         return op.tensor_ir_op(kernel, "soft_cap", [logits], out)
 

@@ -24,7 +24,7 @@ from ..config.latent_config import Latent
 from ..config.options import BuildOptions
 from ..config.part import AttentionPart
 from ..kernels.linear.head_linear import HeadLinear
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import norms
 from ..kernels.rows.latent_kernels import latent_keys, latent_queries, latent_rows, merge_states
 from ..weights.weight_parts import Output, Part, Weight, Weights, columns, rows, vector
 from .projections import Linear, SplitLinear
@@ -137,7 +137,7 @@ class LatentProjections(nn.Module):
             return x
         assert shape.q_rank is not None
         x = self.q_down(x)
-        kernel = kernels.norm(shape.q_rank, NORM_EPSILON, options.dtype, options.vector)
+        kernel = norms.norm(shape.q_rank, NORM_EPSILON, options.dtype, options.vector)
         return op.tensor_ir_op(kernel, "norm", [x, self.q_norm], x)
 
     def queries(self, x: nn.Tensor, positions: nn.Tensor) -> list[nn.Tensor]:

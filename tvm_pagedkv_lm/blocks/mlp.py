@@ -13,7 +13,7 @@ from tvm.relax.frontend.nn import op
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..config.part import LayerPart
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import gates
 from ..weights.weight_parts import Output, Weights, columns, rows, slices
 from .projections import Linear, SplitLinear
 
@@ -51,7 +51,7 @@ class Mlp(LayerPart):
         Whether the projections have biases.
     clamped_gate : (float, float), optional
         Factor and limit of the gate of GPT-OSS, in place of ``activation(gate) * up``; see
-        `kernels.clamped_gated`.
+        `gates.clamped_gated`.
     deviations : float, optional
         Only what exceeds the mean of the gate by so many standard deviations is kept.
     gate_scale, output_scale : float
@@ -73,8 +73,8 @@ class Mlp(LayerPart):
     def gated(self) -> partial[Any]:
         """The function that makes the kernel of the gate."""
         if self.clamped_gate is not None:
-            return partial(kernels.clamped_gated, *self.clamped_gate)
-        return partial(kernels.gated, self.activation, deviations=self.deviations)
+            return partial(gates.clamped_gated, *self.clamped_gate)
+        return partial(gates.gated, self.activation, deviations=self.deviations)
 
     @property
     def shared_counts(self) -> dict[str, int]:

@@ -192,7 +192,7 @@ class MixtureOfExpertsBlock(nn.Module):
         return list(op.tensor_ir_op(kernel, "route", inputs, outs))
 
     def _group(self, ids: nn.Tensor) -> list[nn.Tensor]:
-        """Return pairs, units and the number of units."""
+        """Return pairs, tasks and the number of tasks."""
         pairs = ids.shape[0] * self.experts.num_chosen
         outs = [nn.Tensor.placeholder(shape, "int32") for shape in ((pairs,), (pairs, 3), (1,))]
         kernel = group_pairs(self.experts, self.options.vector)

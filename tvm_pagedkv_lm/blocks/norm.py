@@ -8,7 +8,7 @@ from tvm.relax.frontend.nn import op
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import norms
 from ..weights.weight_parts import Weight, vector
 
 
@@ -24,7 +24,7 @@ class Norm(nn.Module):
         self, x: nn.Tensor, residual: nn.Tensor | None = None, scale: nn.Tensor | None = None
     ) -> nn.Tensor:
         """Return the norm plus the residual, times a scale float32 [1]."""
-        kernel = kernels.norm(
+        kernel = norms.norm(
             self.features,
             self.epsilon,
             self.options.dtype,

@@ -17,8 +17,9 @@ from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..config.part import LayerPart
 from ..kernels.linear.packed import look_up, packed_matrix
-from ..kernels.rows import row_kernels as kernels
-from ..kernels.rows.stream_kernels import activated_product, ids_in_table, join_inputs, take_columns
+from ..kernels.rows import norms
+from ..kernels.rows.per_layer_kernels import activated_product, ids_in_table, join_inputs
+from ..kernels.rows.row_kernels import take_columns
 from ..weights.weight_parts import Output, Part, Weight, Weights, columns, rows
 from .norm import norm_weight
 from .projections import Linear
@@ -141,7 +142,7 @@ class PerLayerInputBlock(nn.Module):
         )
         gate = self.gate(x)
         added = self.projection(op.tensor_ir_op(kernel, "activated_product", [gate, inputs], gate))
-        kernel = kernels.norm(
+        kernel = norms.norm(
             config.hidden_size,
             config.norm_eps,
             options.dtype,

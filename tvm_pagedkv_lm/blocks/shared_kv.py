@@ -19,7 +19,7 @@ from tvm_pagedkv.relax import PagedKVCacheObject
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
 from ..config.part import AttentionPart
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import norms
 from ..weights.weight_parts import Output, Weights, columns, rows, vector
 from .attention import Attention
 from .heads import Heads
@@ -116,7 +116,7 @@ class SharedAttentionBlock(nn.Module):
         n, dim, options = x.shape[0], self.dim, self.options
         q = self.q_proj(x)
         if self.q_norm is not None:
-            kernel = kernels.norm(dim, self.epsilon, options.dtype, options.vector)
+            kernel = norms.norm(dim, self.epsilon, options.dtype, options.vector)
             heads = op.reshape(q, (n * self.num_heads, dim))
             normed = op.tensor_ir_op(kernel, "norm", [heads, self.q_norm], heads)
             q = op.reshape(normed, (n, self.num_heads * dim))

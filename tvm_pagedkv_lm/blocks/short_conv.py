@@ -12,7 +12,7 @@ from tvm_pagedkv.relax import PagedKVCacheObject
 
 from ..config.decoder_config import DecoderConfig
 from ..config.options import BuildOptions
-from ..kernels.rows import row_kernels as kernels
+from ..kernels.rows import gates
 from ..weights.weight_parts import Output, Weights, channels, columns, rows, slices
 from .mixers import Mixer, share_of
 from .projections import Linear, SplitLinear
@@ -64,9 +64,9 @@ class ShortConvBlock(nn.Module):
     ) -> nn.Tensor:
         how = self.conv.channels, self.options.dtype, self.options.vector
         rows = nn.Tensor.placeholder((x.shape[0], self.conv.channels), self.options.dtype)
-        product = kernels.gated("identity", *how)
+        product = gates.gated("identity", *how)
         inner = op.tensor_ir_op(product, "gated", [self.inner(x)], rows)
         mixed = cache.conv(layer, inner, self.conv_weight, self.conv_bias)
-        product = kernels.multiply("identity", *how)
+        product = gates.multiply("identity", *how)
         gated = op.tensor_ir_op(product, "multiply", [mixed, self.outer(x)], rows)
         return self.out_proj(gated, residual)

@@ -14,10 +14,10 @@ pytest.importorskip("safetensors")
 
 from tvm_pagedkv_lm import DecoderModel, FinishedEvent, SamplingParams, generate
 from tvm_pagedkv_lm.config.options import BuildOptions, check_batch_invariant
+from tvm_pagedkv_lm.kernels.linear.amx.tile_code_sums import TileCodeSums
+from tvm_pagedkv_lm.kernels.linear.amx.tile_products import TileProducts
 from tvm_pagedkv_lm.kernels.linear.packed import packed_matrix
-from tvm_pagedkv_lm.kernels.linear.tile_code_sums import TileCodeSums
-from tvm_pagedkv_lm.kernels.linear.tile_products import TileProducts
-from tvm_pagedkv_lm.kernels.linear.unit_products import unit_products
+from tvm_pagedkv_lm.kernels.linear.products import products_for
 
 TILES = (TileProducts, TileCodeSums)
 # Tokens with which all prompts begin; the context holds 512.
@@ -88,7 +88,7 @@ def test_linear_layers_never_use_tiles(format):
 def _products(options: BuildOptions, format: str | None):
     formats = () if format is None else (("w", format),)
     options = replace(options, formats=formats)
-    return unit_products(packed_matrix("w", 128, 128, options), "bfloat16")
+    return products_for(packed_matrix("w", 128, 128, options), "bfloat16")
 
 
 def test_what_cannot_hold_is_refused(model):

@@ -13,15 +13,14 @@ import tvm
 
 from tvm_pagedkv_lm.config.expert_config import Experts
 from tvm_pagedkv_lm.formats.weight_formats import FORMATS, GROUP
-from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
+from tvm_pagedkv_lm.kernels.linear.amx.tile_tasks import BLOCKS_PER_TASK, MIN_TILE_ROWS
 from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
 from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear
 from tvm_pagedkv_lm.kernels.linear.head_linear import head_linear
 from tvm_pagedkv_lm.kernels.linear.linear import embedding, linear
 from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
-from tvm_pagedkv_lm.kernels.linear.packed_products import DEPTH, UNIT_ROWS
+from tvm_pagedkv_lm.kernels.linear.packed_products import DEPTH, TASK_ROWS
 from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
-from tvm_pagedkv_lm.kernels.linear.tile_units import BLOCKS_PER_TASK, MIN_TILE_ROWS
 from tvm_pagedkv_lm.kernels.rows.routing_kernels import group_pairs
 
 from ... import reference
@@ -32,8 +31,8 @@ from ...support.emulators import tile_model
 pytestmark = pytest.mark.skipif(not tile_model.runs_here(), reason="no AVX-512 with bfloat16")
 # As on Sapphire Rapids, where vectors of float32 numbers beat those of pairs.
 AMX = replace(tile_model.AMX, slow_bf16_dot=True)
-# None, rows of vectors, and of tiles: 16, some of 16, 32 and more, a unit, and some units.
-ROWS = (0, 1, 7, MIN_TILE_ROWS, 16, 17, 40, UNIT_ROWS - 1, UNIT_ROWS, 4 * UNIT_ROWS + 9)
+# None, rows of vectors, and of tiles: 16, some of 16, 32 and more, a task, and some tasks.
+ROWS = (0, 1, 7, MIN_TILE_ROWS, 16, 17, 40, TASK_ROWS - 1, TASK_ROWS, 4 * TASK_ROWS + 9)
 # Input features that end within a step or a part, and blocks that fill no task.
 SHAPES = {
     "one": (1, 2),
@@ -58,7 +57,7 @@ def _build(kernel):
 
 @functools.cache
 def _compiled(matrix: PackedMatrix, out_dtype: str, **added):
-    return _build(linear(matrix, out_dtype, **dict(added)))
+    return _build(linear(matrix, matrix.dtype, out_dtype, **dict(added)))
 
 
 def _random(rng, shape, dtype: str = BF16) -> np.ndarray:
@@ -78,8 +77,8 @@ def _assert_exact(found, x, weight, what: str) -> None:
 
 def _dots(matrix: PackedMatrix | CodeMatrix, count: int) -> int:
     """Products of tiles for a number of rows."""
-    units = [min(UNIT_ROWS, count - begin) for begin in range(0, count, UNIT_ROWS)]
-    strips = sum(-(-rows // 16) for rows in units if rows >= MIN_TILE_ROWS)
+    tasks = [min(TASK_ROWS, count - begin) for begin in range(0, count, TASK_ROWS)]
+    strips = sum(-(-rows // 16) for rows in tasks if rows >= MIN_TILE_ROWS)
     return strips * matrix.num_blocks * 4 * -(-matrix.in_features // 32)
 
 
@@ -114,11 +113,11 @@ def test_every_task_configures_its_tiles_once():
     rng, shape = np.random.default_rng(1), SHAPES["tasks"]
     matrix = PackedMatrix(*shape, BF16, AMX)
     packed = tvm.runtime.tensor(matrix.pack(_random(rng, shape)))
-    out = tvm.runtime.empty((2 * UNIT_ROWS, shape[0]), "float32")
-    x = tvm.runtime.tensor(_random(rng, (2 * UNIT_ROWS, shape[1])))
+    out = tvm.runtime.empty((2 * TASK_ROWS, shape[0]), "float32")
+    x = tvm.runtime.tensor(_random(rng, (2 * TASK_ROWS, shape[1])))
     _compiled(matrix, "float32")(x, packed, out)
     done = tile_model.counts()
-    # Two units of rows, and two of nine blocks for each task.
+    # Rows of two tasks, and two of nine blocks for each task.
     assert done.begins == done.ends == 2 * 5
     assert done.threads <= 2  # the caller does the tasks of a worker that is late
 
@@ -153,7 +152,7 @@ def test_odd_numbers_of_input_features_have_no_tiles():
 def test_other_types_have_no_tiles(dtype):
     matrix = PackedMatrix(64, 64, dtype, AMX)
     assert not matrix.has_tiles and matrix.shape == (1, 64, 64)
-    assert "pagedkv_tile" not in linear(matrix, dtype).script()
+    assert "pagedkv_tile" not in linear(matrix, dtype, dtype).script()
 
 
 def test_embedding():
@@ -239,10 +238,10 @@ def test_codes(name, seed):
     matrix = CodeMatrix(*shape, FORMATS[name], AMX)
     weight = random_codes(rng, shape, FORMATS[name])
     packed = tvm.runtime.tensor(matrix.pack(weight))
-    full = _build(code_linear(matrix, BF16, BF16, bias=True, residual=True))
-    plain = _build(code_linear(matrix, BF16, "float32"))
+    full = _build(linear(matrix, BF16, BF16, bias=True, residual=True))
+    plain = _build(linear(matrix, BF16, "float32"))
     bias = _random(rng, shape[:1])
-    for n in (1, 5, 40, UNIT_ROWS + 21):
+    for n in (1, 5, 40, TASK_ROWS + 21):
         x, residual = _random(rng, (n, shape[1])), _random(rng, (n, shape[0]))
         rows = _encoded(x)
         product = x.astype("float64") @ weight.values().astype("float64").T
@@ -262,7 +261,7 @@ def test_codes(name, seed):
 
 def test_codes_of_float16_activations_have_no_tiles():
     matrix = CodeMatrix(83, 3 * GROUP, FORMATS["int8"], AMX)
-    assert "pagedkv_tile" not in code_linear(matrix, "float16", "float16").script()
+    assert "pagedkv_tile" not in linear(matrix, "float16", "float16").script()
 
 
 def _encoded(x: np.ndarray) -> list:

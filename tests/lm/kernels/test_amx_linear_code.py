@@ -9,7 +9,6 @@ from tvm.target import Target
 
 from tvm_pagedkv.compiler import vector_target
 from tvm_pagedkv_lm.formats.weight_formats import FORMATS
-from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
 from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
 from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear
 from tvm_pagedkv_lm.kernels.linear.linear import linear
@@ -33,7 +32,7 @@ def _tasks(assembly: str) -> list[str]:
 
 def _linear(target: dict, dtype: str = "bfloat16"):
     matrix = PackedMatrix(*SHAPE, dtype, vector_target(target))
-    return linear(matrix, dtype, bias=True, residual=True)
+    return linear(matrix, dtype, dtype, bias=True, residual=True)
 
 
 def _experts(target: dict):
@@ -43,7 +42,7 @@ def _experts(target: dict):
 
 def _codes(target: dict):
     matrix = CodeMatrix(*SHAPE, FORMATS["int8"], vector_target(target))
-    return code_linear(matrix, "bfloat16", "bfloat16", bias=True)
+    return linear(matrix, "bfloat16", "bfloat16", bias=True)
 
 
 @pytest.mark.parametrize("make", [_linear, _experts, _codes])

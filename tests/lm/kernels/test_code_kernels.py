@@ -13,17 +13,17 @@ import tvm
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv_lm.formats.weight_formats import FORMATS, GROUP, QuantizedRows
 from tvm_pagedkv_lm.kernels.linear.code_embedding import code_embedding
-from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
 from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
-from tvm_pagedkv_lm.kernels.linear.packed_products import UNIT_ROWS
+from tvm_pagedkv_lm.kernels.linear.linear import linear
+from tvm_pagedkv_lm.kernels.linear.packed_products import TASK_ROWS
 from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
 
 from ... import reference
 from ...support.cases.kernels.kernel_specs import needs_cpu
 from ...support.cases.models.weight_cases import random_codes
 
-# Rows of a tile and of a unit, and what is left of them.
-ROWS = (1, 2, 5, 13, UNIT_ROWS + 3)
+# Rows of a tile and of a task, and what is left of them.
+ROWS = (1, 2, 5, 13, TASK_ROWS + 3)
 # More groups than a panel has, and a last block with every kind of tail.
 SHAPE = (64 + 16 + 3, 5 * GROUP)
 TARGETS = {
@@ -90,8 +90,8 @@ def test_linear(name, dtype, cpu):
     weight = random_codes(rng, SHAPE, format)
     packed = tvm.runtime.tensor(matrix.pack(weight))
     bias = _random(rng, SHAPE[:1], dtype)
-    full = _compiled(code_linear, cpu, matrix, dtype, dtype, bias=True, residual=True)
-    plain = _compiled(code_linear, cpu, matrix, dtype, "float32")
+    full = _compiled(linear, cpu, matrix, dtype, dtype, bias=True, residual=True)
+    plain = _compiled(linear, cpu, matrix, dtype, "float32")
     for n in ROWS:
         x, residual = _random(rng, (n, SHAPE[1]), dtype), _random(rng, (n, SHAPE[0]), dtype)
         product = x.astype("float64") @ weight.values().astype("float64").T
@@ -190,7 +190,7 @@ def test_largest_codes_and_activations_do_not_overflow(name, cpu):
     if format.is_mxfp4:
         scales = np.full((16, 2), 127, "uint8")
     weight = QuantizedRows(format, codes, scales, scales if format.has_minima else None)
-    kernel = _compiled(code_linear, cpu, matrix, "float32", "float32")
+    kernel = _compiled(linear, cpu, matrix, "float32", "float32")
     for n in (1, 2, 7):
         x = np.ones((n, 2 * GROUP), "float32")
         x[n // 2] = -1

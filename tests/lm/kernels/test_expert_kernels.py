@@ -16,7 +16,7 @@ from tvm_pagedkv_lm.formats.weight_formats import FORMATS, GROUP
 from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
 from tvm_pagedkv_lm.kernels.linear.expert_linear import expert_linear, stacked_shape
 from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
-from tvm_pagedkv_lm.kernels.linear.packed_products import UNIT_ROWS
+from tvm_pagedkv_lm.kernels.linear.packed_products import TASK_ROWS
 from tvm_pagedkv_lm.kernels.linear.row_codes import ROW_BYTES, encode_rows
 from tvm_pagedkv_lm.kernels.rows.routing_kernels import combine, group_pairs, route
 
@@ -114,19 +114,19 @@ def _random_ids(rng, n: int, experts: Experts) -> np.ndarray:
     return np.array(ids, "int32")
 
 
-@pytest.mark.parametrize("n", [1, 5, 2 * UNIT_ROWS + 3])
+@pytest.mark.parametrize("n", [1, 5, 2 * TASK_ROWS + 3])
 def test_pairs_are_grouped_by_expert(n):
     experts = ROUTINGS["softmax"]
     ids = _random_ids(np.random.default_rng(2), n, experts)
-    pairs, units, num_units = (out.numpy() for out in _order(experts, ids))
+    pairs, tasks, num_tasks = (out.numpy() for out in _order(experts, ids))
     np.testing.assert_array_equal(pairs, np.argsort(ids.ravel(), kind="stable"))
     begin = 0
-    for expert, first, count in units[: num_units[0]]:
-        assert first == begin and 0 < count <= UNIT_ROWS
+    for expert, first, count in tasks[: num_tasks[0]]:
+        assert first == begin and 0 < count <= TASK_ROWS
         assert (ids.ravel()[pairs[first : first + count]] == expert).all()
         begin += count
     counts = np.bincount(ids.ravel())
-    assert begin == ids.size and num_units[0] == sum(-(-count // UNIT_ROWS) for count in counts)
+    assert begin == ids.size and num_tasks[0] == sum(-(-count // TASK_ROWS) for count in counts)
 
 
 TARGETS = {"native": "native", "avx2": "x86-64-v3"}
@@ -171,7 +171,7 @@ def test_expert_linear(dtype, format, cpu, gathers):
     args = (matrix, experts.num_experts, experts.num_chosen, dtype, "float32")
     kernel = _build(expert_linear(*args, gathers=gathers, bias=True), cpu)
     bias = _random(rng, (experts.num_experts, shape[0]), dtype)
-    for n in (1, 7, UNIT_ROWS + 3):
+    for n in (1, 7, TASK_ROWS + 3):
         ids = _random_ids(rng, n, experts)
         order = _order(experts, ids)
         pairs = order[0].numpy()

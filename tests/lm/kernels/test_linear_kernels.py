@@ -15,13 +15,13 @@ from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv_lm import DecoderModel
 from tvm_pagedkv_lm.kernels.linear.linear import embedding, linear
 from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
-from tvm_pagedkv_lm.kernels.linear.packed_products import DEPTH, UNIT_ROWS
+from tvm_pagedkv_lm.kernels.linear.packed_products import DEPTH, TASK_ROWS
 
 from ... import reference
 from ...support.cases.kernels.kernel_specs import needs_cpu
 
-# Rows of a tile and of a unit, and what is left of them.
-ROWS = (1, 2, 5, 6, 7, 13, UNIT_ROWS - 1, UNIT_ROWS, 2 * UNIT_ROWS + 3)
+# Rows of a tile and of a task, and what is left of them.
+ROWS = (1, 2, 5, 6, 7, 13, TASK_ROWS - 1, TASK_ROWS, 2 * TASK_ROWS + 3)
 SHAPES = {
     "one": (1, 1),
     "tail": (65, 48),
@@ -66,8 +66,8 @@ def test_linear(shape, dtype, cpu):
     weight = _random(rng, shape, dtype)
     packed = tvm.runtime.tensor(matrix.pack(weight))
     bias = _random(rng, shape[:1], dtype)
-    full = _compiled(linear, matrix, cpu, dtype, bias=True, residual=True)
-    plain = _compiled(linear, matrix, cpu, "float32")
+    full = _compiled(linear, matrix, cpu, dtype, dtype, bias=True, residual=True)
+    plain = _compiled(linear, matrix, cpu, dtype, "float32")
     for n in ROWS:
         x, residual = _random(rng, (n, shape[1]), dtype), _random(rng, (n, shape[0]), dtype)
         product = x.astype("float64") @ weight.astype("float64").T

@@ -11,7 +11,7 @@ import pytest
 import tvm
 
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
-from tvm_pagedkv_lm.kernels.rows import row_kernels as kernels
+from tvm_pagedkv_lm.kernels.rows import gates, norms, row_kernels
 
 TARGET = resolve_target()
 VECTOR = vector_target(TARGET)
@@ -50,7 +50,7 @@ def test_norm_with_a_residual(features, dtype, subtracts_mean):
     rng = np.random.default_rng(0)
     x, residual = (_random(rng, (5, features), dtype) for _ in range(2))
     weight = _random(rng, (features,), "float32")
-    kernel = kernels.norm(
+    kernel = norms.norm(
         features, EPSILON, dtype, VECTOR, residual=True, subtracts_mean=subtracts_mean
     )
     found = _run(kernel, x, weight, residual, out=(x.shape, dtype))
@@ -68,7 +68,7 @@ def test_norms_of_q_and_k(num_q, num_k, dim, per_head, dtype):
     q, k = ((num_q, dim), (num_k, dim)) if per_head else ((1, num_q * dim), (1, num_k * dim))
     x = _random(rng, (5, (num_q + 2 * num_k) * dim), dtype)
     weights = [_random(rng, (width,), "float32") for _, width in (q, k)]
-    kernel = kernels.qk_norm(q, k, num_k * dim, EPSILON, dtype, VECTOR)
+    kernel = norms.qk_norm(q, k, num_k * dim, EPSILON, dtype, VECTOR)
     found = _run(kernel, x, *weights, out=(x.shape, dtype))
     ends = num_q * dim, (num_q + num_k) * dim
     for part, what, weight in zip(np.split(x, ends, -1)[:2], (q, k), weights, strict=True):
@@ -86,14 +86,14 @@ def test_gates():
     tanh = np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))
     expected = {"silu": g / (1 + np.exp(-g)), "gelu_tanh": 0.5 * g * (1 + tanh)}
     for activation, values in expected.items():
-        kernel = kernels.gated(activation, len(gate), "float32", VECTOR)
+        kernel = gates.gated(activation, len(gate), "float32", VECTOR)
         found = _run(kernel, x, out=((1, len(gate)), "float32"))[0]
         np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6, err_msg=activation)
 
 
 def test_soft_cap():
     logits = np.concatenate([np.linspace(-90, 90, 997), [1e9, -1e9, 1e-4]]).astype("float32")
-    kernel = kernels.soft_cap_logits(len(logits), 30.0, VECTOR)
+    kernel = row_kernels.soft_cap_logits(len(logits), 30.0, VECTOR)
     found = _run(kernel, logits[None], out=((1, len(logits)), "float32"))[0]
     np.testing.assert_allclose(found, 30 * np.tanh(logits.astype("float64") / 30), rtol=2e-6)
 

@@ -12,7 +12,6 @@ import pytest
 from tir_kernels.cpu.isa.simd import CACHE_LINE_BYTES, INTO_L1, INTO_L2
 from tvm_pagedkv.compiler import vector_target
 from tvm_pagedkv_lm.formats.weight_formats import FORMATS
-from tvm_pagedkv_lm.kernels.linear.code_linear import code_linear
 from tvm_pagedkv_lm.kernels.linear.code_matrix import CodeMatrix
 from tvm_pagedkv_lm.kernels.linear.linear import linear
 from tvm_pagedkv_lm.kernels.linear.packed_layout import PackedMatrix
@@ -34,8 +33,7 @@ def test_codes(weights):
     targets = {cpu: vector_target(cpu) for cpu in ("znver4", "znver5")}
     matrices = {cpu: CodeMatrix(*SHAPE, FORMATS[weights], t) for cpu, t in targets.items()}
     found = {
-        cpu: _prefetches(code_linear(matrix, "bfloat16", "bfloat16"))
-        for cpu, matrix in matrices.items()
+        cpu: _prefetches(linear(matrix, "bfloat16", "bfloat16")) for cpu, matrix in matrices.items()
     }
     lines = matrices["znver4"].shape[-1] // CACHE_LINE_BYTES
     loops = found["znver5"][INTO_L1] // lines  # one for each number of rows
@@ -51,7 +49,7 @@ def test_numbers(dtype):
     found = {}
     for cpu in ("znver4", "znver5"):
         matrix = PackedMatrix(*SHAPE, dtype, vector_target(cpu))
-        found[cpu] = _prefetches(linear(matrix, dtype))
+        found[cpu] = _prefetches(linear(matrix, dtype, dtype))
     loops = found["znver5"][INTO_L2] // LINES_PER_STEP
     assert loops >= 1
     assert found["znver5"] == {INTO_L2: loops * LINES_PER_STEP}

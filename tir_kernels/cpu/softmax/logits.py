@@ -1,56 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of logits before the softmax: a soft-cap, then the bias of ALiBi."""
 
-import math
+from functools import partial
 
 from tvm.script import tirx as T
 
 from ...script import inline
+from ...semantics.soft_cap import soft_cap as soft_cap_of
 from ...spec import LOG2E, KernelSpec
-from ..isa.simd import (
-    F32,
-    at_least,
-    at_most,
-    broadcast,
-    chunks,
-    constant,
-    literal,
-    load,
-    rint,
-    store,
-    store_row,
-    temp,
-    vector_type,
-)
+from ..isa import simd
+from ..isa.simd import F32, broadcast, chunks, literal, load, store, store_row, vector_type
 
-# (2**f - 1) / f on [-0.5, 0.5]: Taylor, relative error 2e-8.
-_COEFFICIENTS = tuple(math.log(2) ** n / math.factorial(n) for n in range(1, 9))
-_LIMIT = 40.0  # tanh(x) is 1 in float32 where 2 * x * log2(e) is beyond it
-
-
-def soft_cap(score, cap: float | None, lanes: int):
-    """Cap a vector of scores, which are logits times log2(e): ``cap * tanh(x / cap)``.
-
-    ``tanh(x) = e / (e + 2)`` for ``e = exp(2 * x) - 1``, and e is computed without cancellation, so
-    that small scores keep their relative accuracy of a few float32 roundings. Infinite scores
-    become the cap, NaN stays NaN.
-    """
-    if cap is None:
-        return score
-    int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
-    power = temp(score * constant(2 / cap, lanes), lanes)
-    power = temp(at_least(at_most(power, _LIMIT, lanes), -_LIMIT, lanes), lanes)
-    whole = temp(rint(power, lanes), lanes)
-    fraction = temp(power - whole, lanes)
-    less_one = constant(_COEFFICIENTS[-1], lanes)
-    for c in reversed(_COEFFICIENTS[:-1]):
-        less_one = less_one * fraction + constant(c, lanes)
-    less_one = temp(less_one * fraction, lanes)
-    exponent = T.cast(whole, int_type) + broadcast(T.int32(127), lanes)
-    exponent = T.shift_left(exponent, broadcast(T.int32(23), lanes))
-    scale = temp(T.reinterpret(float_type, exponent), lanes)
-    e = temp(scale * less_one + (scale - constant(1.0, lanes)), lanes)
-    return temp(constant(cap * LOG2E, lanes) * e / (e + constant(2.0, lanes)), lanes)
+soft_cap = partial(soft_cap_of, arithmetic=simd)
 
 
 @T.meta_class

@@ -4,12 +4,10 @@
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.isa.simd import F32, ramp, store, temp
-from tir_kernels.define import target_attributes
-from tir_kernels.script import inline, prim_func
-from tir_kernels.spec import ITEMSIZE
+from tir_kernels.script import prim_func
 
 from ...formats.weight_formats import GROUP
-from ..rows.emit import built_once
+from ..define import attributes, built_once, match_int32, matcher, parallel_if
 from .code_matrix import CodeMatrix
 
 _PARALLEL_NUMBERS = 1 << 14  # below: cheaper than waking the other threads
@@ -23,28 +21,19 @@ def code_embedding(matrix: CodeMatrix, dtype: str, scale: float = 1.0):
     """
     in_features, num_groups = matrix.in_features, matrix.num_groups
 
-    @inline
-    def copy_row(row, ids, weight, out):
-        token = T.cast(ids[row], "int64")
-        for group in range(T.int64(num_groups)):
-            _copy_group(matrix, weight, token, group, out, row, scale)
+    match_weight, match_out = matcher(matrix.target, "uint8"), matcher(matrix.target, dtype)
 
     @prim_func
     def code_embedding(var_ids: T.handle, var_weight: T.handle, var_out: T.handle):
-        T.func_attr(target_attributes(on_cpu=True))
+        T.func_attr(attributes(matrix.target))
         n = T.int64()
-        ids = T.match_buffer(var_ids, (n,), "int32", align=4)
-        weight = T.match_buffer(var_weight, matrix.shape, "uint8", align=1)
-        out = T.match_buffer(var_out, (n, in_features), dtype, align=ITEMSIZE[dtype])
-        with T.sblock("root"):
-            T.reads()
-            T.writes()
-            if n * in_features >= _PARALLEL_NUMBERS:
-                for row in T.parallel(n):
-                    copy_row(row, ids, weight, out)
-            else:
-                for row in range(n):
-                    copy_row(row, ids, weight, out)
+        ids = match_int32(var_ids, n)
+        weight = match_weight(var_weight, *matrix.shape)
+        out = match_out(var_out, n, in_features)
+        for row in parallel_if(n * in_features >= _PARALLEL_NUMBERS, n):
+            token = T.cast(ids[row], "int64")
+            for group in range(T.int64(num_groups)):
+                _copy_group(matrix, weight, token, group, out, row, scale)
 
     return code_embedding
 

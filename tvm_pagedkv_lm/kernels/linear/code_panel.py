@@ -52,7 +52,7 @@ class IntegerPanel(Panel):
     x : (codes, scales, sums)
         Rows as `row_codes.encode_rows` writes them.
     row_of : callable
-        The row of x that a row of the unit comes from.
+        The row of x that a row of the task comes from.
     """
 
     def __init__(self, matrix: CodeMatrix, weight, x, row_of: Callable):

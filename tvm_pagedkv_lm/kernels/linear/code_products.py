@@ -47,16 +47,16 @@ class ByteProducts(IntegerPanel):
     weight : buffer
     x : (codes, scales, sums)
         Rows as `row_codes.encode_rows` writes them.
-    unit_rows : int
+    max_rows : int
         Maximum number of rows.
     row_of : callable
-        The row of x that a row of the unit comes from.
+        The row of x that a row of the task comes from.
     """
 
     num_groups = 1  # of a panel
     few_rows = (1, 2)  # for which there is `add_few`
 
-    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
+    def __init__(self, matrix: CodeMatrix, weight, x, max_rows: int, row_of: Callable):
         super().__init__(matrix, weight, x, row_of)
         self.dots = UnsignedDots()
         self.is_packed = matrix.format.bits == 4
@@ -166,21 +166,21 @@ class FloatProducts(Panel):
     weight : buffer
     x : (buffer,)
         Rows of any type.
-    unit_rows, row_of
+    max_rows, row_of
         As for `ByteProducts`.
     """
 
     num_groups = _FLOAT_GROUPS
     few_rows = ()
 
-    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
+    def __init__(self, matrix: CodeMatrix, weight, x, max_rows: int, row_of: Callable):
         super().__init__(matrix, weight)
         self.row_of = row_of
         (self.x,) = x
         self.lanes = matrix.target.lanes
         depth = self.num_groups * GROUP
         self.panel = T.alloc_buffer((depth, matrix.width), F32)
-        self.wide = T.alloc_buffer((unit_rows, depth), F32)
+        self.wide = T.alloc_buffer((max_rows, depth), F32)
 
     def begin_part(self, block, group, count) -> None:
         """Convert the codes of some groups, and as many columns of the rows."""

@@ -23,10 +23,12 @@ from tir_kernels.cpu.isa.simd import (
     temp,
 )
 from tir_kernels.cpu.isa.stack import ALIGN_STACK, align_stack
+from tir_kernels.script import opened
 
+from ..define import match_float32, match_int32, matcher
 from .code_matrix import CodeMatrix
 from .code_products import llvm_helpers, products_of
-from .packed_products import UNIT_ROWS, for_tiles
+from .packed_products import TASK_ROWS, for_tiles
 from .row_codes import ROW_BYTES
 
 # Bytes of weights that are prefetched ahead, and into which cache. Codes of 8 bits leave less time
@@ -37,7 +39,7 @@ _STREAM_PREFETCHES = ((8192, INTO_L2),)
 
 
 class CodeSums:
-    """Emits the products of up to `UNIT_ROWS` rows with a block, as `PackedProducts` does.
+    """Emits the products of up to `TASK_ROWS` rows with a block, as `PackedProducts` does.
 
     Parameters
     ----------
@@ -47,39 +49,49 @@ class CodeSums:
     def __init__(self, matrix: CodeMatrix):
         self.matrix = matrix
 
-    def rows(self, n, dtype: str) -> list[tuple]:
-        """Return name, shape and type of the arguments that hold n rows of activations.
+    takes_many_blocks = False  # whether a task may multiply more than one block
+
+    @property
+    def unused_rows(self) -> frozenset[str]:
+        """Arguments of rows that kernels do without."""
+        both = {"var_x_scales", "var_x_sums"}
+        return frozenset() if self.matrix.multiplies_codes else frozenset(both)
+
+    def match_rows(self, n, dtype: str, x, x_scales, x_sums) -> tuple:
+        """Match the arguments that hold n rows of activations.
 
         They are the results of `row_codes.encode_rows` where codes are multiplied, or numbers.
         """
-        matrix = self.matrix
+        matrix, target = self.matrix, self.matrix.target
         if not matrix.multiplies_codes:
-            return [("x", (n, matrix.in_features), dtype)]
-        return [
-            ("x_codes", (n, matrix.num_groups, ROW_BYTES), "uint8"),
-            ("x_scales", (n, matrix.num_groups), F32),
-            ("x_sums", (n, matrix.num_groups), "int32"),
-        ]
+            return (matcher(target, dtype)(x, n, matrix.in_features),)
+        codes = matcher(target, "uint8")(x, n, matrix.num_groups, ROW_BYTES)
+        scales = match_float32(x_scales, n, matrix.num_groups)
+        return codes, scales, match_int32(x_sums, n, matrix.num_groups)
 
-    def blocks_per_task(self, row_units):
-        """Return how many blocks one task multiplies with a unit of rows; None: one."""
-        return None
+    def blocks_per_task(self, row_tasks):
+        """Return how many blocks one task multiplies with its rows."""
+        return 1
 
     def begin(self, x, weight) -> None:
         """Name the buffers of the rows and of the packed weights, where they are matched."""
         self.x, self.weight = x, weight
 
+    def open_scope(self) -> None:
+        """Open the scope in which products can be emitted, for the rest of a kernel."""
+        opened(self.scope())
+
     def scope(self):
-        """Open the scope in which products can be emitted."""
+        """Return that scope."""
         return import_llvm(ALIGN_STACK, *llvm_helpers(self.matrix))
 
     @contextmanager
-    def unit(self, count, row_of: Callable) -> Iterator[Callable]:
-        """Emit what a unit of rows needs around its products, as `PackedProducts.unit` does."""
+    def task(self, count, row_of: Callable) -> Iterator[Callable]:
+        """Emit what the rows of a task need around its products, as `PackedProducts.task` does."""
 
         def sums(block):
             align_stack()
-            buffer = T.alloc_buffer((UNIT_ROWS, self.matrix.width), F32)
+            buffer = T.alloc_buffer((TASK_ROWS, self.matrix.width), F32)
             self._add_vectors(buffer, block, count, row_of)
             return buffer
 
@@ -88,7 +100,7 @@ class CodeSums:
     def _add_vectors(self, sums, block, count, row_of: Callable) -> None:
         """Emit the products with a block, whose sums are in vector registers."""
         matrix = self.matrix
-        products = products_of(matrix)(matrix, self.weight, self.x, UNIT_ROWS, row_of)
+        products = products_of(matrix)(matrix, self.weight, self.x, TASK_ROWS, row_of)
         with ExitStack() as stack:
             for rows in products.few_rows:
                 stack.enter_context(T.If(count == T.int64(rows)))

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of experts: each pair of a token row and a chosen expert has a product of its own.
 
-The packed matrices of all experts are one array, block after block. A unit multiplies a block of an
-expert with up to `UNIT_ROWS` of its pairs, so the weights of an expert are read once for these, and
+The packed matrices of all experts are one array, block after block. A task multiplies a block of an
+expert with up to `TASK_ROWS` of its pairs, so the weights of an expert are read once for these, and
 those of an expert without pairs are not read at all.
 """
 
-from __future__ import annotations
+from functools import partial
+from operator import add
 
-from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.isa.simd import load, store, temp, wide_temp
+from tir_kernels.script import opened, prim_func
 
-from ..rows.emit import built_once, parallel_if, rows_kernel
+from ..define import attributes, built_once, match_int32, matcher, parallel_if, unused
 from .code_matrix import CodeMatrix
 from .packed_layout import PackedMatrix
 from .packed_products import PARALLEL_FLOPS
-from .unit_products import unit_products
-from .unit_sums import for_sums
+from .products import products_for
+from .stored_sums import Output, store_sums
 
-_FEW_PAIRS = 6  # of a unit on average, below which reading its weights takes the time
+_FEW_PAIRS = 6  # of a task on average, below which reading its weights takes the time
 
 
 def stacked_shape(matrix: PackedMatrix | CodeMatrix, num_experts: int) -> tuple[int, int, int]:
@@ -39,7 +39,7 @@ def expert_linear(
     *,
     gathers: bool,
     bias: bool = False,
-) -> tirx.PrimFunc:
+):
     """Build the kernel of ``out = x @ weight[expert].T (+ bias[expert])`` for all pairs.
 
     Rows are in the order of `routing_kernels.group_pairs`, but for those of x if the kernel
@@ -49,60 +49,73 @@ def expert_linear(
     Arguments of the kernel: x [n, in_features] of `dtype` if it `gathers`, otherwise
     [n * num_chosen, in_features], or what `row_codes.encode_rows` makes of them if
     `matrix.multiplies_codes`; packed weights `stacked_shape`; bias [num_experts, out_features] of
-    `dtype` where chosen; pairs, units and num_units of `group_pairs`; out
+    `dtype` where chosen; pairs, tasks and num_tasks of `group_pairs`; out
     [n * num_chosen, out_features] of `out_dtype`.
     """
-    products = unit_products(matrix, dtype)
-    num_rows, num_blocks = len(products.rows(1, dtype)), matrix.num_blocks
-    in_features, out_features = matrix.in_features, matrix.out_features
+    products = products_for(matrix, dtype)
+    num_blocks, out_features, target = matrix.num_blocks, matrix.out_features, matrix.target
+    match_weight, match_out = matcher(target, matrix.dtype), matcher(target, out_dtype)
+    match_bias = matcher(target, dtype)
 
-    def body(n, *buffers):
-        x, (weight, *biases, pairs, units, num_units, out) = buffers[:num_rows], buffers[num_rows:]
+    @prim_func(absent=products.unused_rows | unused(bias=bias))
+    def expert_linear(
+        var_x: T.handle,
+        var_x_scales: T.handle,
+        var_x_sums: T.handle,
+        var_weight: T.handle,
+        var_bias: T.handle,
+        var_pairs: T.handle,
+        var_tasks: T.handle,
+        var_num_tasks: T.handle,
+        var_out: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        num_pairs = T.meta_var(n * num_chosen if gathers else n)
+        x = T.meta_var(products.match_rows(n, dtype, var_x, var_x_scales, var_x_sums))
+        weight = match_weight(var_weight, *stacked_shape(matrix, num_experts))
+        bias_buffer = match_bias(var_bias, num_experts, out_features)
+        pairs = match_int32(var_pairs, num_pairs)
+        tasks = match_int32(var_tasks, num_pairs, 3)
+        num_tasks = match_int32(var_num_tasks, 1)
+        out = match_out(var_out, num_pairs, out_features)
         products.begin(x, weight)
-
-        def compute(index):
-            count_of_units = wide_temp(num_units[0])
-            # Units of a few pairs wait for weights, which a thread reads in order. Otherwise all
+        products.open_scope()
+        flops = T.meta_var(num_pairs * (out_features * matrix.in_features))
+        extent = T.cast(num_tasks[0], "int64") * num_blocks
+        for index in parallel_if(flops >= PARALLEL_FLOPS, extent):
+            task_count = T.cast(num_tasks[0], "int64")
+            # Tasks of a few pairs wait for weights, which a thread reads in order. Otherwise all
             # threads take the same blocks of every expert, so none has more pairs than others.
-            is_in_order = pairs.shape[0] < count_of_units * _FEW_PAIRS
-            block = temp(
-                T.Select(is_in_order, index % num_blocks, index // count_of_units), 1, "int64"
+            is_in_order = T.meta_var(num_pairs < task_count * _FEW_PAIRS)
+            block = T.Select(is_in_order, index % num_blocks, index // task_count)
+            task = T.Select(is_in_order, index // num_blocks, index % task_count)
+            expert = T.cast(tasks[task, 0], "int64")
+            begin = T.cast(tasks[task, 1], "int64")
+            count = T.cast(tasks[task, 2], "int64")
+            in_order, pair_of = T.meta_var((partial(add, begin), partial(_pair_of, pairs, begin)))
+            token_of = T.meta_var(partial(_token_of, pairs, begin, num_chosen))
+            row_of, out_row_of = T.meta_var(
+                (token_of, in_order) if gathers else (in_order, pair_of)
             )
-            unit = temp(
-                T.Select(is_in_order, index // num_blocks, index % count_of_units), 1, "int64"
-            )
-            expert, begin, count = (wide_temp(units[unit, column]) for column in range(3))
+            addends = T.meta_var([(bias_buffer, partial(_same_row, expert))])
+            output = T.meta_var(Output(out, out_row_of, addends))
+            sums = T.meta_var(opened(products.task(count, row_of)))
+            store_sums(matrix, sums(expert * num_blocks + block), block, count, output)
 
-            def pair_of(row):
-                return T.cast(pairs[begin + row], "int64")
+    return expert_linear
 
-            def row_of(row):
-                return pair_of(row) // num_chosen if gathers else begin + row
 
-            def write(row, column, value, lanes):
-                if biases:
-                    value = value + load(biases[0], (expert, column), lanes)
-                store(out, (begin + row if gathers else pair_of(row), column), lanes, value)
+def _pair_of(pairs, begin, row):
+    """Return the pair that row `row` of a task is."""
+    return T.cast(pairs[begin + row], "int64")
 
-            with products.unit(count, row_of) as sums:
-                found = sums(temp(expert * num_blocks + block, 1, "int64"))
-                for_sums(matrix, found, block, count, write)
 
-        flops = pairs.shape[0] * (out_features * in_features)
-        extent = temp(wide_temp(num_units[0]) * num_blocks, 1, "int64")
-        with products.scope():
-            parallel_if(flops >= PARALLEL_FLOPS, extent, compute)
+def _token_of(pairs, begin, num_chosen: int, row):
+    """Return the token row of this pair."""
+    return _pair_of(pairs, begin, row) // num_chosen
 
-    def arguments(n):
-        pairs = n * num_chosen if gathers else n
-        return [
-            *products.rows(n, dtype),
-            ("weight", stacked_shape(matrix, num_experts), matrix.dtype),
-            *([("bias", (num_experts, out_features), dtype)] if bias else []),
-            ("pairs", (pairs,), "int32"),
-            ("units", (pairs, 3), "int32"),
-            ("num_units", (1,), "int32"),
-            ("out", (pairs, out_features), out_dtype),
-        ]
 
-    return rows_kernel(arguments, body, matrix.target)
+def _same_row(index, row):
+    """Return the same index for every row."""
+    return index

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of heads: each head multiplies its rows by a matrix of its own."""
 
-from __future__ import annotations
+from functools import partial
+from operator import add
 
-from tvm import tirx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.isa.simd import store, temp
+from tir_kernels.script import opened, prim_func
 
 from ...config.options import BuildOptions
-from ..rows.emit import built_once, parallel_if, rows_kernel
+from ..define import attributes, built_once, matcher, parallel_if
 from .code_matrix import CodeMatrix
 from .expert_linear import stacked_shape
 from .packed import encoded_rows, packed_matrix
 from .packed_layout import PackedMatrix
-from .packed_products import PARALLEL_FLOPS, UNIT_ROWS
-from .unit_products import unit_products
-from .unit_sums import for_sums
+from .packed_products import PARALLEL_FLOPS, TASK_ROWS
+from .products import products_for
+from .stored_sums import Output, store_sums
 
 
 class HeadLinear(nn.Module):
@@ -56,7 +56,7 @@ def head_linear(
     out_dtype: str,
     *,
     shares_rows: bool,
-) -> tirx.PrimFunc:
+):
     """Build the kernel of ``out[i * num_heads + head] = x[row] @ weight[head].T``.
 
     Row is i if heads share their rows, otherwise ``i * num_heads + head``.
@@ -64,42 +64,42 @@ def head_linear(
     Arguments of the kernel: x [n, in_features] of `dtype`, or what `row_codes.encode_rows` makes of
     it if `matrix.multiplies_codes`; packed weights `stacked_shape`; out of `out_dtype`.
     """
-    products = unit_products(matrix, dtype)
-    num_rows, num_blocks = len(products.rows(1, dtype)), matrix.num_blocks
+    products = products_for(matrix, dtype)
+    num_blocks, out_features, target = matrix.num_blocks, matrix.out_features, matrix.target
+    match_weight, match_out = matcher(target, matrix.dtype), matcher(target, out_dtype)
 
-    def body(n, *buffers):
-        x, (weight, out) = buffers[:num_rows], buffers[num_rows:]
+    @prim_func(absent=products.unused_rows)
+    def head_linear(
+        var_x: T.handle,
+        var_x_scales: T.handle,
+        var_x_sums: T.handle,
+        var_weight: T.handle,
+        var_out: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = T.meta_var(products.match_rows(n, dtype, var_x, var_x_scales, var_x_sums))
+        weight = match_weight(var_weight, *stacked_shape(matrix, num_heads))
+        out = match_out(var_out, n * num_heads if shares_rows else n, out_features)
         products.begin(x, weight)
-        tokens = n if shares_rows else temp(n // num_heads, 1, "int64")
-        row_units = temp((tokens + UNIT_ROWS - 1) // UNIT_ROWS, 1, "int64")
+        products.open_scope()
+        tokens = n if shares_rows else n // num_heads
+        row_tasks = (tokens + TASK_ROWS - 1) // TASK_ROWS
+        flops = T.meta_var(tokens * (num_heads * out_features * matrix.in_features))
+        for task in parallel_if(flops >= PARALLEL_FLOPS, row_tasks * (num_heads * num_blocks)):
+            stacked = task // row_tasks
+            head, block = stacked // num_blocks, stacked % num_blocks
+            begin = task % row_tasks * TASK_ROWS
+            count = T.min(tokens - begin, TASK_ROWS)
+            of_head = T.meta_var(partial(_row_of_head, begin, num_heads, head))
+            row_of = T.meta_var(partial(add, begin) if shares_rows else of_head)
+            output = T.meta_var(Output(out, of_head))
+            sums = T.meta_var(opened(products.task(count, row_of)))
+            store_sums(matrix, sums(stacked), block, count, output)
 
-        def unit(index):
-            stacked = temp(index // row_units, 1, "int64")
-            head = temp(stacked // num_blocks, 1, "int64")
-            block = temp(stacked % num_blocks, 1, "int64")
-            begin = temp(index % row_units * UNIT_ROWS, 1, "int64")
-            count = temp(T.min(tokens - begin, T.int64(UNIT_ROWS)), 1, "int64")
+    return head_linear
 
-            def of_head(row):
-                return (begin + row) * num_heads + head
 
-            def write(row, column, value, lanes):
-                store(out, (of_head(row), column), lanes, value)
-
-            row_of = (lambda row: begin + row) if shares_rows else of_head
-            with products.unit(count, row_of) as sums:
-                for_sums(matrix, sums(stacked), block, count, write)
-
-        flops = tokens * (num_heads * matrix.out_features * matrix.in_features)
-        with products.scope():
-            parallel_if(flops >= PARALLEL_FLOPS, row_units * (num_heads * num_blocks), unit)
-
-    def arguments(n):
-        rows = n * num_heads if shares_rows else n
-        return [
-            *products.rows(n, dtype),
-            ("weight", stacked_shape(matrix, num_heads), matrix.dtype),
-            ("out", (rows, matrix.out_features), out_dtype),
-        ]
-
-    return rows_kernel(arguments, body, matrix.target)
+def _row_of_head(begin, num_heads: int, head, row):
+    """Return the row of a head that row `row` of a task is."""
+    return (begin + row) * num_heads + head

@@ -8,7 +8,6 @@ from tvm.relax.frontend.nn import op
 
 from ...config.options import BuildOptions
 from .code_embedding import code_embedding
-from .code_linear import code_linear
 from .code_matrix import CodeMatrix
 from .linear import embedding, linear
 from .packed_layout import PackedMatrix
@@ -35,10 +34,7 @@ def multiply(
 ) -> nn.Tensor:
     """Return ``x @ weight.T (+ bias) (+ residual)``."""
     chosen = {"bias": bias is not None, "residual": residual is not None}
-    if isinstance(matrix, PackedMatrix):
-        kernel = linear(matrix, out_dtype, **chosen)
-    else:
-        kernel = code_linear(matrix, x.dtype, out_dtype, **chosen)
+    kernel = linear(matrix, x.dtype, out_dtype, **chosen)
     inputs = [
         *encoded_rows(matrix, x),
         weight,

@@ -2,7 +2,7 @@
 """Products of rows of activations with a block of packed weights of floating-point numbers.
 
 Prefill splits a block into parts of `DEPTH` input features, which stay in the CPU caches for all
-`UNIT_ROWS` rows; partial sums are float32.
+`TASK_ROWS` rows; partial sums are float32.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from tir_kernels.cpu.isa.simd import (
     store,
     temp,
 )
+from tir_kernels.script import opened
 
+from ..define import matcher
 from .packed_layout import PackedMatrix
 
 TILE_ROWS = 6
-UNIT_ROWS = 16 * TILE_ROWS  # rows that reuse a part of a block before the next part
+TASK_ROWS = 16 * TILE_ROWS  # rows that reuse a part of a block before the next part
 DEPTH = 512  # input features of a part
 # For a single row of activations: cache lines of weights read in a loop iteration, and prefetched
 # ahead of it. float16 gains 5 to 15 % on Zen 5 over two lines at a time, the other types nothing.
@@ -39,7 +41,7 @@ PARALLEL_FLOPS = 1 << 19  # below: cheaper than waking the other threads
 
 
 class PackedProducts:
-    """Emits the products of up to `UNIT_ROWS` rows with a block of a packed matrix.
+    """Emits the products of up to `TASK_ROWS` rows with a block of a packed matrix.
 
     Parameters
     ----------
@@ -54,9 +56,12 @@ class PackedProducts:
         self.per_line = elements_per_line(matrix.dtype)
         self.row_lines = matrix.width * matrix.numbers // self.per_line
 
-    def rows(self, n, dtype: str) -> list[tuple]:
-        """Return name, shape and type of the argument that holds n rows of activations."""
-        return [("x", (n, self.matrix.in_features), dtype)]
+    unused_rows = frozenset({"var_x_scales", "var_x_sums"})  # arguments that kernels do without
+    takes_many_blocks = False  # whether a task may multiply more than one block
+
+    def match_rows(self, n, dtype: str, x, x_scales, x_sums) -> tuple:
+        """Match the argument that holds n rows of activations."""
+        return (matcher(self.matrix.target, dtype)(x, n, self.matrix.in_features),)
 
     def begin(self, rows, weight) -> None:
         """Name the buffers of the rows and of the packed weights, where they are matched."""
@@ -65,17 +70,21 @@ class PackedProducts:
         if self.matrix.has_pairs:
             self.ops.begin([x, weight])
 
+    def open_scope(self) -> None:
+        """Open the scope in which products can be emitted, for the rest of a kernel."""
+        opened(self.scope())
+
     def scope(self):
-        """Open the scope in which products can be emitted."""
+        """Return that scope."""
         return self.ops.scope()
 
-    def blocks_per_task(self, row_units):
-        """Return how many blocks one task multiplies with a unit of rows; None: one."""
-        return None
+    def blocks_per_task(self, row_tasks):
+        """Return how many blocks one task multiplies with its rows."""
+        return 1
 
     @contextmanager
-    def unit(self, count, row_of: Callable) -> Iterator[Callable]:
-        """Emit what a unit of rows needs around its products.
+    def task(self, count, row_of: Callable) -> Iterator[Callable]:
+        """Emit what the rows of a task need around its products.
 
         Parameters
         ----------
@@ -87,11 +96,11 @@ class PackedProducts:
         ------
         callable
             ``sums(block)`` emits the products with a block of the packed weights, and returns a
-            buffer ``[UNIT_ROWS, width]`` that holds them.
+            buffer ``[TASK_ROWS, width]`` that holds them.
         """
 
         def sums(block):
-            buffer = T.alloc_buffer((UNIT_ROWS, self.matrix.width), F32)
+            buffer = T.alloc_buffer((TASK_ROWS, self.matrix.width), F32)
             self._add_vectors(buffer, block, count, row_of)
             return buffer
 
@@ -101,7 +110,7 @@ class PackedProducts:
         """Emit the products with a block, whose sums are in vector registers."""
         lanes, matrix = self.lanes, self.matrix
         part = DEPTH // matrix.numbers
-        wide = T.alloc_buffer((UNIT_ROWS, DEPTH), F32) if self.widens else None
+        wide = T.alloc_buffer((TASK_ROWS, DEPTH), F32) if self.widens else None
         with T.serial(count) as row:
             for v in range(matrix.vectors):
                 store(sums, (row, v * lanes), lanes, constant(0.0, lanes))
@@ -181,7 +190,7 @@ def for_tiles(count, add: Callable) -> None:
 
 
 def widen(x, wide, row_of: Callable, count, first, length, lanes: int) -> None:
-    """Convert a part of the rows of a unit to float32."""
+    """Convert a part of the rows of a task to float32."""
     with T.serial(count) as row:
         source = temp(row_of(row), 1, "int64")
         with T.serial(length // lanes) as j:

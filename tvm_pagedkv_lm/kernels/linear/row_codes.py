@@ -28,11 +28,11 @@ from tir_kernels.cpu.isa.simd import (
     vector_type,
 )
 from tir_kernels.define import target_attributes
-from tir_kernels.script import inline, prim_func
+from tir_kernels.script import prim_func
 from tir_kernels.spec import ITEMSIZE
 
 from ...formats.weight_formats import GROUP
-from ..rows.emit import built_once
+from ..define import built_once, match_float32, match_int32, parallel_if
 
 ROW_BYTES = 2 * GROUP  # of a group
 BYTE_LANES, WORD_LANES = UnsignedDots.lanes, words.LANES
@@ -45,7 +45,7 @@ _WORD_ROUNDER = 1.5 * 2**23  # without the 128, for words
 
 @built_once
 def encode_rows(in_features: int, dtype: str, *, as_words: bool = False):
-    """Build the kernel that converts rows for `code_linear`.
+    """Build the kernel that converts rows for `linear`.
 
     Arguments of the kernel: x ``[n, in_features]``; codes uint8 ``[n, groups, ROW_BYTES]``, scales
     float32 and sums int32 ``[n, groups]``: the sum of the integers of a group. A group of which
@@ -64,25 +64,13 @@ def encode_rows(in_features: int, dtype: str, *, as_words: bool = False):
         n = T.int64()
         x = T.match_buffer(var_x, (n, in_features), dtype, align=ITEMSIZE[dtype])
         codes = T.match_buffer(var_codes, (n, num_groups, ROW_BYTES), "uint8", align=1)
-        scales = T.match_buffer(var_scales, (n, num_groups), F32, align=4)
-        sums = T.match_buffer(var_sums, (n, num_groups), "int32", align=4)
-        with T.sblock("root"):
-            T.reads()
-            T.writes()
-            if n * num_groups >= _PARALLEL_GROUPS:
-                for row in T.parallel(n):
-                    _encode_row(encode_group, x, row, codes, scales, sums)
-            else:
-                for row in range(n):
-                    _encode_row(encode_group, x, row, codes, scales, sums)
+        scales = match_float32(var_scales, n, num_groups)
+        sums = match_int32(var_sums, n, num_groups)
+        for row in parallel_if(n * num_groups >= _PARALLEL_GROUPS, n):
+            for group in range(T.int64(num_groups)):
+                encode_group(x, row, group, codes, scales, sums)
 
     return encode_rows
-
-
-@inline
-def _encode_row(encode_group, x, row, codes, scales, sums):
-    for group in range(T.int64(codes.shape[1])):
-        encode_group(x, row, group, codes, scales, sums)
 
 
 def _encode_bytes(x, row, group, codes, scales, sums) -> None:

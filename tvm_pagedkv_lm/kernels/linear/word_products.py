@@ -32,7 +32,7 @@ class WordProducts(IntegerPanel):
     num_groups = 1  # of a panel
     few_rows = (1, 2)  # for which there is `add_few`
 
-    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int, row_of: Callable):
+    def __init__(self, matrix: CodeMatrix, weight, x, max_rows: int, row_of: Callable):
         super().__init__(matrix, weight, x, row_of)
         self.panel = T.alloc_buffer((_DWORDS, matrix.width), INT32)
 

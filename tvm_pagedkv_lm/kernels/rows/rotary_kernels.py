@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernel that takes heads out of fused rows, rotated where the cache does not do that."""
 
-from __future__ import annotations
-
-import math
-
-from tvm import tirx
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.isa.cos_sin import CosSin
-from tir_kernels.cpu.isa.simd import load, store
+from tir_kernels.script import prim_func
 from tir_kernels.spec import RopeSpec, VectorTarget
+from tir_kernels.targets import row_worker
 
-from .emit import built_once, parallel_if, rows_kernel
-from .row_kernels import PARALLEL_ELEMENTS
+from ..define import attributes, built_once, match_int32, matcher, unused
+from .copies import copy_columns, rotate_columns
 
 
 @built_once
@@ -23,7 +19,7 @@ def take_heads(
     rope: RopeSpec | None,
     dtype: str,
     target: VectorTarget,
-) -> tirx.PrimFunc:
+):
     """Build the kernel that takes consecutive heads out of rows of Q, K and V.
 
     Parameters
@@ -37,40 +33,27 @@ def take_heads(
     Arguments of the kernel: x [n, num_rows * head_dim], positions int32 [n] with a rotation, out
     [n, count * head_dim].
     """
-    first, count, dim = heads
+    (first, count, dim), match_rows = heads, matcher(target, dtype)
+    rotated = rope.rotary_dim if rope is not None else 0
 
-    def body(n, x, *positions_and_out):
-        *positions, out = positions_and_out
-
-        def row(i):
-            rotated, cos_sin = 0, None
+    @prim_func(absent=unused(positions=rope is not None))
+    def take_heads(var_x: T.handle, var_positions: T.handle, var_out: T.handle):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = match_rows(var_x, n, num_rows * dim)
+        positions = match_int32(var_positions, n)
+        out = match_rows(var_out, n, count * dim)
+        worker = row_worker(target)
+        rest = worker.vectors(dim - rotated)
+        for row in worker.items(n, count * dim):
             if rope is not None:
-                rotated, cos_sin = rope.rotary_dim, CosSin(rope, target.lanes)
-                cos_sin.fill(positions[0][i])
-            lanes = math.gcd(dim - rotated, target.lanes)
-            with T.serial(T.int64(count)) as head:
-                source, sink = (head + first) * dim, head * dim
-
-                def read(column, width):
-                    return load(x, [i, source + column], width)
-
-                def write(column, width, value):
-                    store(out, [i, sink + column], width, value)
-
-                if cos_sin is not None:
-                    cos_sin.rotate(read, write)
+                cos_sin = CosSin(rope, target.lanes)
+                cos_sin.fill(positions[row])
+            for head in range(T.int64(count)):
+                source, sink = T.meta_var((head + first) * dim), T.meta_var(head * dim)
+                if rope is not None:
+                    rotate_columns(cos_sin, x, (row,), source, out, (row,), sink)
                 if rotated < dim:
-                    with T.serial(T.int64((dim - rotated) // lanes)) as j:
-                        column = j * lanes + rotated
-                        write(column, lanes, read(column, lanes))
+                    copy_columns(rest, x, (row,), source + rotated, out, (row,), sink + rotated)
 
-        parallel_if(n * (count * dim) >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("x", (n, num_rows * dim), dtype),
-            *([("positions", (n,), "int32")] if rope is not None else []),
-            ("out", (n, count * dim), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return take_heads

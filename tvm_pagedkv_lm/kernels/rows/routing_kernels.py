@@ -6,26 +6,24 @@ Token rows and chosen experts make ``n * num_chosen`` pairs. Pair ``p`` belongs 
 first expert, then those of the second, and so on.
 """
 
-from __future__ import annotations
-
-import math
-
-from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.isa.simd import F32, Register, broadcast, constant, exp2, load, store, temp
+from tir_kernels.cpu.isa.simd import exp2
+from tir_kernels.script import inline, prim_func
 from tir_kernels.spec import LOG2E, VectorTarget
+from tir_kernels.targets import row_worker
 
 from ...config.expert_config import Experts
-from ..linear.packed_products import UNIT_ROWS
-from .emit import parallel_if, rows_kernel
-from .row_kernels import PARALLEL_ELEMENTS, sigmoid
+from ..define import attributes, built_once, match_float32, match_int32, matcher, unused
+from ..linear.packed_products import TASK_ROWS
+from .gates import sigmoid
 
 _LOWEST = -3.4028234663852886e38
 _TINY = 1e-20  # added to a sum of scores before a division, as models of this kind were trained
 
 
-def route(experts: Experts, target: VectorTarget) -> tirx.PrimFunc:
+@built_once
+def route(experts: Experts, target: VectorTarget):
     """Build the kernel that chooses experts for each row.
 
     Of equal scores the expert with the lower index is chosen. The experts of a row are ordered by
@@ -36,193 +34,198 @@ def route(experts: Experts, target: VectorTarget) -> tirx.PrimFunc:
     float32 [n, num_chosen].
     """
     num_experts, num_chosen = experts.num_experts, experts.num_chosen
+    has_correction, has_scale = experts.has_correction, experts.has_expert_scale
 
-    def body(n, logits, *others):
-        *arrays, ids, factors = others
-        correction = arrays[:1] if experts.has_correction else []
-
-        def row(i):
-            scores = T.alloc_buffer((num_experts,), F32)
-            choice = T.alloc_buffer((num_experts,), F32)
-            with T.serial(num_experts) as e:
-                score = temp(logits[i, e])
+    @prim_func(absent=unused(correction=has_correction, expert_scale=has_scale))
+    def route(
+        var_logits: T.handle,
+        var_correction: T.handle,
+        var_expert_scale: T.handle,
+        var_ids: T.handle,
+        var_factors: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        logits = match_float32(var_logits, n, num_experts)
+        correction = match_float32(var_correction, num_experts)
+        expert_scale = match_float32(var_expert_scale, num_experts)
+        ids = match_int32(var_ids, n, num_chosen)
+        factors = match_float32(var_factors, n, num_chosen)
+        worker = row_worker(target)
+        one = worker.vectors(1)
+        for row in worker.items(n, num_experts):
+            scores = T.alloc_buffer((num_experts,), "float32")
+            choice = T.alloc_buffer((num_experts,), "float32")
+            for e in range(num_experts):
+                score = logits[row, e]
                 if experts.scores == "sigmoid":
-                    score = temp(sigmoid(score, 1))
-                T.buffer_store(scores, score, [e])
-                T.buffer_store(choice, score + correction[0][e] if correction else score, [e])
+                    score = sigmoid(one.temp(score), one)
+                scores[e] = score
+                choice[e] = score + correction[e] if has_correction else score
             if experts.num_groups > 1:
                 _mask_groups(choice, experts)
-            best = T.alloc_buffer((num_chosen,), F32)
+            best = T.alloc_buffer((num_chosen,), "float32")
             chosen = T.alloc_buffer((num_chosen,), "int32")
-            _choose(num_experts, lambda e: choice[e], best, chosen)
-            with T.serial(num_chosen) as j:
-                T.buffer_store(ids, chosen[j], [i, j])
-            _weight(scores, chosen, factors, i, experts)
-            if experts.has_expert_scale:
-                with T.serial(num_chosen) as j:
-                    T.buffer_store(factors, factors[i, j] * arrays[-1][chosen[j]], [i, j])
+            _choose(choice, 0, num_experts, best, chosen)
+            for j in range(num_chosen):
+                ids[row, j] = chosen[j]
+            _weight(scores, chosen, factors, row, experts)
+            if has_scale:
+                for j in range(num_chosen):
+                    factors[row, j] = factors[row, j] * expert_scale[chosen[j]]
 
-        parallel_if(n * num_experts >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("logits", (n, num_experts), F32),
-            *([("correction", (num_experts,), F32)] if experts.has_correction else []),
-            *([("expert_scale", (num_experts,), F32)] if experts.has_expert_scale else []),
-            ("ids", (n, num_chosen), "int32"),
-            ("factors", (n, num_chosen), F32),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return route
 
 
-def _choose(count: int, value_of, best, chosen) -> None:
-    """Put the largest of `count` values into `best`, and their indices into `chosen`, in order."""
-    num_chosen = int(best.shape[0])
-    with T.serial(num_chosen) as j:
-        T.buffer_store(best, T.float32(_LOWEST), [j])
-        T.buffer_store(chosen, j, [j])
-    with T.serial(count) as e:
-        value = temp(value_of(e))
-        with T.If(value > best[num_chosen - 1]), T.Then():
-            place = Register(1, "int32", init=T.int32(num_chosen - 1))
-            with T.serial(num_chosen - 1) as step:
-                j = T.int32(num_chosen - 1) - step
-                with T.If(value > best[j - 1]), T.Then():
-                    T.buffer_store(best, best[j - 1], [j])
-                    T.buffer_store(chosen, chosen[j - 1], [j])
-                    place.set(j - 1)
-            T.buffer_store(best, value, [place.get()])
-            T.buffer_store(chosen, e, [place.get()])
+@inline
+def _choose(values, begin, count, best, chosen):
+    """Put the largest of `count` values into `best`, and their indices into `chosen`, in order.
+
+    The values are those from `begin` on, and their indices are relative to it.
+    """
+    num_chosen = T.meta_var(int(best.shape[0]))
+    for j in range(num_chosen):
+        best[j] = T.float32(_LOWEST)
+        chosen[j] = j
+    for e in range(count):
+        value = values[begin + e]
+        if value > best[num_chosen - 1]:
+            rank = num_chosen - 1
+            for step in range(num_chosen - 1):
+                j = T.meta_var(num_chosen - 1 - step)
+                if value > best[j - 1]:
+                    best[j] = best[j - 1]
+                    chosen[j] = chosen[j - 1]
+                    rank = j - 1
+            best[rank] = value
+            chosen[rank] = e
 
 
-def _mask_groups(choice, experts: Experts) -> None:
+@inline
+def _mask_groups(choice, experts):
     """Give the lowest score to all experts of the groups that are not chosen."""
-    num_groups, size = experts.num_groups, experts.num_experts // experts.num_groups
-    sums = T.alloc_buffer((num_groups,), F32)
-    best_of = T.alloc_buffer((experts.ranked_by,), F32)
+    num_groups = T.meta_var(experts.num_groups)
+    size = T.meta_var(experts.num_experts // num_groups)
+    sums = T.alloc_buffer((num_groups,), "float32")
+    best_of = T.alloc_buffer((experts.ranked_by,), "float32")
     best_ids = T.alloc_buffer((experts.ranked_by,), "int32")
     is_chosen = T.alloc_buffer((num_groups,), "int32")
-    with T.serial(num_groups) as g:
-        _choose(size, lambda e: choice[g * size + e], best_of, best_ids)
-        T.buffer_store(sums, sum(best_of[j] for j in range(experts.ranked_by)), [g])
-        T.buffer_store(is_chosen, T.int32(0), [g])
-    best = T.alloc_buffer((experts.num_chosen_groups,), F32)
+    for g in range(num_groups):
+        _choose(choice, g * size, size, best_of, best_ids)
+        sums[g] = sum(best_of[j] for j in range(experts.ranked_by))
+        is_chosen[g] = 0
+    best = T.alloc_buffer((experts.num_chosen_groups,), "float32")
     groups = T.alloc_buffer((experts.num_chosen_groups,), "int32")
-    _choose(num_groups, lambda g: sums[g], best, groups)
-    with T.serial(experts.num_chosen_groups) as j:
-        T.buffer_store(is_chosen, T.int32(1), [groups[j]])
-    with T.serial(experts.num_experts) as e:
-        with T.If(is_chosen[e // size] == 0), T.Then():
-            T.buffer_store(choice, T.float32(_LOWEST), [e])
+    _choose(sums, 0, num_groups, best, groups)
+    for j in range(experts.num_chosen_groups):
+        is_chosen[groups[j]] = 1
+    for e in range(experts.num_experts):
+        if is_chosen[e // size] == 0:
+            choice[e] = T.float32(_LOWEST)
 
 
-def _weight(scores, chosen, factors, i, experts: Experts) -> None:
+@inline
+def _weight(scores, chosen, factors, row, experts):
     """Store the factors of the chosen experts of a row."""
-    num_chosen = experts.num_chosen
-    total = Register(1, init=T.float32(0.0))
-    if experts.scores == "softmax":
+    is_softmax = T.meta_var(experts.scores == "softmax")
+    total = T.float32(0.0)
+    if is_softmax:
         # The first chosen logit is the largest. Over all experts the factors are probabilities,
         # over the chosen ones these divided by their sum.
-        largest = temp(scores[chosen[0]])
-
-        def score(e):
-            return exp2((scores[e] - largest) * T.float32(LOG2E), 1)
-
+        largest = scores[chosen[0]]
+        score = T.meta_var(lambda e: exp2((scores[e] - largest) * T.float32(LOG2E), 1))
         if not experts.normalizes:
-            with T.serial(experts.num_experts) as e:
-                total.set(total.get() + score(e))
+            for e in range(experts.num_experts):
+                total += score(e)
     else:
-
-        def score(e):
-            return scores[e]
-
-    with T.serial(num_chosen) as j:
-        value = temp(score(chosen[j]))
-        T.buffer_store(factors, value, [i, j])
+        score = T.meta_var(lambda e: scores[e])
+    for j in range(experts.num_chosen):
+        value = score(chosen[j])
+        factors[row, j] = value
         if experts.normalizes:
-            total.set(total.get() + value)
+            total += value
     scale = T.float32(experts.scale)
-    if experts.scores == "softmax" or experts.normalizes:
-        scale = scale / (total.get() + T.float32(_TINY))
-    scale = temp(scale)
-    with T.serial(num_chosen) as j:
-        T.buffer_store(factors, factors[i, j] * scale, [i, j])
+    if is_softmax or experts.normalizes:
+        scale = T.float32(experts.scale) / (total + T.float32(_TINY))
+    for j in range(experts.num_chosen):
+        factors[row, j] = factors[row, j] * scale
 
 
-def group_pairs(experts: Experts, target: VectorTarget) -> tirx.PrimFunc:
-    """Build the kernel that orders pairs by expert, and cuts each expert's into units.
+@built_once
+def group_pairs(experts: Experts, target: VectorTarget):
+    """Build the kernel that orders pairs by expert, and cuts each expert's into tasks.
 
-    Arguments of the kernel: ids int32 [n, num_chosen], pairs int32 [n * num_chosen], units int32
-    [n * num_chosen, 3] (expert, its first pair, number of pairs up to `UNIT_ROWS`), num_units
+    Arguments of the kernel: ids int32 [n, num_chosen], pairs int32 [n * num_chosen], tasks int32
+    [n * num_chosen, 3] (expert, its first pair, number of pairs up to `TASK_ROWS`), num_tasks
     int32 [1].
     """
     num_experts, num_chosen = experts.num_experts, experts.num_chosen
 
-    def body(n, ids, pairs, units, num_units):
-        ends = T.alloc_buffer((num_experts,), "int32")
-        with T.serial(num_experts) as e:
-            T.buffer_store(ends, T.int32(0), [e])
-        with T.serial(n) as i, T.serial(num_chosen) as j:
-            T.buffer_store(ends, ends[ids[i, j]] + 1, [ids[i, j]])
-        unit, begin = Register(1, "int32", init=T.int32(0)), Register(1, "int32", init=T.int32(0))
-        with T.serial(num_experts) as e:
-            count = temp(ends[e], 1, "int32")
-            with T.serial((count + UNIT_ROWS - 1) // UNIT_ROWS) as k:
-                left = count - k * UNIT_ROWS
-                values = (e, begin.get() + k * UNIT_ROWS, T.min(left, T.int32(UNIT_ROWS)))
-                for column, value in enumerate(values):
-                    T.buffer_store(units, value, [unit.get(), column])
-                unit.set(unit.get() + 1)
-            T.buffer_store(ends, begin.get(), [e])
-            begin.set(begin.get() + count)
-        T.buffer_store(num_units, unit.get(), [0])
-        with T.serial(n) as i, T.serial(num_chosen) as j:
-            at = temp(ends[ids[i, j]], 1, "int32")
-            T.buffer_store(pairs, T.cast(i * num_chosen + j, "int32"), [at])
-            T.buffer_store(ends, at + 1, [ids[i, j]])
+    @prim_func
+    def group_pairs(
+        var_ids: T.handle, var_pairs: T.handle, var_tasks: T.handle, var_num_tasks: T.handle
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        ids = match_int32(var_ids, n, num_chosen)
+        pairs = match_int32(var_pairs, n * num_chosen)
+        tasks = match_int32(var_tasks, n * num_chosen, 3)
+        num_tasks = match_int32(var_num_tasks, 1)
+        ends = T.alloc_buffer((num_experts,), "int32")  # of the pairs of an expert so far
+        for e in range(num_experts):
+            ends[e] = 0
+        for i in range(n):
+            for j in range(num_chosen):
+                ends[ids[i, j]] = ends[ids[i, j]] + 1
+        task, begin = T.int32(0), T.int32(0)
+        for e in range(num_experts):
+            count = ends[e]
+            for k in range((count + TASK_ROWS - 1) // TASK_ROWS):
+                tasks[task, 0] = e
+                tasks[task, 1] = begin + k * TASK_ROWS
+                tasks[task, 2] = T.min(count - k * TASK_ROWS, TASK_ROWS)
+                task += 1
+            ends[e] = begin
+            begin += count
+        num_tasks[0] = task
+        for i in range(n):
+            for j in range(num_chosen):
+                at = ends[ids[i, j]]
+                pairs[at] = T.cast(i * num_chosen + j, "int32")
+                ends[ids[i, j]] = at + 1
 
-    def arguments(n):
-        return [
-            ("ids", (n, num_chosen), "int32"),
-            ("pairs", (n * num_chosen,), "int32"),
-            ("units", (n * num_chosen, 3), "int32"),
-            ("num_units", (1,), "int32"),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return group_pairs
 
 
-def scale_pairs(features: int, num_chosen: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+@built_once
+def scale_pairs(features: int, num_chosen: int, dtype: str, target: VectorTarget):
     """Build the kernel that multiplies rows in the order of `group_pairs` by their factors.
 
     Arguments of the kernel: x [n * num_chosen, features], factors float32 [n, num_chosen], pairs
     int32 [n * num_chosen], out like x.
     """
-    lanes = math.gcd(features, target.lanes)
+    match_rows = matcher(target, dtype)
 
-    def body(n, x, factors, pairs, out):
-        def row(i):
-            pair = T.cast(pairs[i], "int64")
-            factor = temp(factors[pair // num_chosen, pair % num_chosen])
-            with T.serial(T.int64(features // lanes)) as column:
-                at = [i, column * lanes]
-                store(out, at, lanes, load(x, at, lanes) * broadcast(factor, lanes))
+    @prim_func
+    def scale_pairs(var_x: T.handle, var_factors: T.handle, var_pairs: T.handle, var_out: T.handle):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = match_rows(var_x, n * num_chosen, features)
+        factors = match_float32(var_factors, n, num_chosen)
+        pairs = match_int32(var_pairs, n * num_chosen)
+        out = match_rows(var_out, n * num_chosen, features)
+        worker = row_worker(target)
+        v = worker.vectors(features)
+        for row in worker.items(n * num_chosen, features):
+            pair = T.meta_var(T.cast(pairs[row], "int64"))
+            factor = factors[pair // num_chosen, pair % num_chosen]
+            for column in v.columns():
+                v.store(out, (row, column), v.load(x, (row, column)) * v.filled(factor))
 
-        count = n * num_chosen
-        parallel_if(count * features >= PARALLEL_ELEMENTS, count, row)
-
-    def arguments(n):
-        return [
-            ("x", (n * num_chosen, features), dtype),
-            ("factors", (n, num_chosen), F32),
-            ("pairs", (n * num_chosen,), "int32"),
-            ("out", (n * num_chosen, features), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return scale_pairs
 
 
+@built_once
 def combine(
     features: int,
     num_chosen: int,
@@ -233,7 +236,7 @@ def combine(
     shared: str | None = None,
     shared_gate: bool = False,
     residual: str | None = None,
-) -> tirx.PrimFunc:
+):
     """Build the kernel that sums the chosen experts of each row, and adds what is given besides.
 
     Arguments of the kernel: x float32 [n * num_chosen, features], factors float32 [n, num_chosen]
@@ -241,45 +244,43 @@ def combine(
     multiplies it if `shared_gate`, residual [n, features] of the type `residual`, out [n,
     features] of `out_dtype`.
     """
-    lanes = math.gcd(features, target.lanes)
+    match_out, match_shared, match_residual = (
+        matcher(target, dtype or "float32") for dtype in (out_dtype, shared, residual)
+    )
+    chosen = {"factors": weighted, "shared": shared, "gate": shared_gate, "residual": residual}
 
-    def body(n, x, *others):
-        *optional, out = others
-        given = iter(optional)
-        factors = next(given) if weighted else None
-        shared_rows = next(given) if shared else None
-        gate = next(given) if shared_gate else None
-        added = next(given) if residual else None
+    @prim_func(absent=unused(**chosen))
+    def combine(
+        var_x: T.handle,
+        var_factors: T.handle,
+        var_shared: T.handle,
+        var_gate: T.handle,
+        var_residual: T.handle,
+        var_out: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = match_float32(var_x, n * num_chosen, features)
+        factors = match_float32(var_factors, n, num_chosen)
+        shared_rows = match_shared(var_shared, n, features)
+        gate = match_float32(var_gate, n, 1)
+        added = match_residual(var_residual, n, features)
+        out = match_out(var_out, n, features)
+        worker = row_worker(target)
+        v, one = worker.vectors(features), worker.vectors(1)
+        for row in worker.items(n, features * num_chosen):
+            if shared_gate:
+                share = sigmoid(one.temp(gate[row, 0]), one)
+            for column in v.columns():
+                total = v.constant(0.0)
+                for j in range(T.int64(num_chosen)):
+                    value = T.meta_var(v.load(x, (row * num_chosen + j, column)))
+                    total += v.filled(factors[row, j]) * value if weighted else value
+                if shared is not None:
+                    more = T.meta_var(v.load(shared_rows, (row, column)))
+                    total += v.filled(share) * more if shared_gate else more
+                if residual is not None:
+                    total += v.load(added, (row, column))
+                v.store(out, (row, column), total)
 
-        def row(i):
-            share = None if gate is None else temp(sigmoid(temp(gate[i, 0]), 1))
-            with T.serial(T.int64(features // lanes)) as column:
-                at = [i, column * lanes]
-                total = Register(lanes, init=constant(0.0, lanes))
-                with T.serial(T.int64(num_chosen)) as j:
-                    value = load(x, [i * num_chosen + j, column * lanes], lanes)
-                    if factors is None:
-                        total.set(total.get() + value)
-                    else:
-                        total.fma(broadcast(factors[i, j], lanes), value)
-                value = total.get()
-                if shared_rows is not None:
-                    more = load(shared_rows, at, lanes)
-                    value = value + (more if share is None else broadcast(share, lanes) * more)
-                if added is not None:
-                    value = value + load(added, at, lanes)
-                store(out, at, lanes, value)
-
-        parallel_if(n * (features * num_chosen) >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("x", (n * num_chosen, features), F32),
-            *([("factors", (n, num_chosen), F32)] if weighted else []),
-            *([("shared", (n, features), shared)] if shared else []),
-            *([("gate", (n, 1), F32)] if shared_gate else []),
-            *([("residual", (n, features), residual)] if residual else []),
-            ("out", (n, features), out_dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return combine

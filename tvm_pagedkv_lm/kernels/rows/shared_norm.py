@@ -5,31 +5,16 @@ A norm over all heads needs the sum of squares of all workers: one kernel gates 
 workers add their sums, and another kernel scales.
 """
 
-from __future__ import annotations
-
-import math
-
-from tvm import tirx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.isa.simd import (
-    F32,
-    Register,
-    add,
-    broadcast,
-    constant,
-    load,
-    reduce_lanes,
-    store,
-    temp,
-)
+from tir_kernels.script import prim_func
 from tir_kernels.spec import VectorTarget
+from tir_kernels.targets import row_worker
 
-from .emit import built_once, parallel_if, rows_kernel
-from .row_kernels import PARALLEL_ELEMENTS
-from .state_kernels import silu_at
+from ..define import attributes, built_once, match_float32, matcher
+from .state_kernels import activated
 
 
 def shared_norm(
@@ -66,7 +51,7 @@ def shared_norm(
     (o, gate, x, d, weight), placeholder = inputs, nn.Tensor.placeholder
     rows = (o.shape[0], heads[0] * heads[1])
     kernel = _gate_and_sum(heads, x.shape[1], norm == "gate_first", dtype, target)
-    outs = [placeholder(rows, F32), placeholder((rows[0], 1), F32)]
+    outs = [placeholder(rows, "float32"), placeholder((rows[0], 1), "float32")]
     values, squares = op.tensor_ir_op(kernel, "gate_and_sum", [o, gate, x, d], outs)
     squares = op.ccl_allreduce(squares, "sum")
     width = rows[1] * num_shards
@@ -78,75 +63,85 @@ def shared_norm(
 @built_once
 def _gate_and_sum(
     heads: tuple[int, int], skip_width: int, is_gated: bool, dtype: str, target: VectorTarget
-) -> tirx.PrimFunc:
+):
     """Build the kernel of ``o + d * x``, gated or not, and of the sums of squares of its rows.
 
     Arguments of the kernel: o and gate [n, features], x [n, skip_width], d float32 [heads], values
     float32 [n, features], squares float32 [n, 1].
     """
     num_heads, head_dim = heads
-    features, lanes = num_heads * head_dim, math.gcd(head_dim, target.lanes)
+    features, match_rows = num_heads * head_dim, matcher(target, dtype)
 
-    def body(n, o, gate, x, d, values, squares):
-        def row(i):
-            total = Register(lanes, init=constant(0.0, lanes))
-            with T.serial(T.int64(num_heads)) as head, T.serial(T.int64(head_dim // lanes)) as j:
-                at = [i, head * head_dim + j * lanes]
-                value = load(o, at, lanes) + load(x, at, lanes) * broadcast(d[head], lanes)
-                if is_gated:
-                    value = value * silu_at(gate, at, lanes)
-                value = temp(value, lanes)
-                total.fma(value, value)
-                store(values, at, lanes, value)
-            T.buffer_store(squares, reduce_lanes(total.get(), lanes, add), [i, 0])
+    @prim_func
+    def gate_and_sum(
+        var_o: T.handle,
+        var_gate: T.handle,
+        var_x: T.handle,
+        var_d: T.handle,
+        var_values: T.handle,
+        var_squares: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        o = match_rows(var_o, n, features)
+        gate = match_rows(var_gate, n, features)
+        x = match_rows(var_x, n, skip_width)
+        d = match_float32(var_d, num_heads)
+        values = match_float32(var_values, n, features)
+        squares = match_float32(var_squares, n, 1)
+        worker = row_worker(target)
+        v = worker.vectors(head_dim)
+        for row in worker.items(n, features):
+            total = v.constant(0.0)
+            for head in range(T.int64(num_heads)):
+                for column in v.columns():
+                    at = T.meta_var((row, head * head_dim + column))
+                    value = v.load(o, at) + v.load(x, at) * v.filled(d[head])
+                    if is_gated:
+                        value *= activated("silu", v, gate, at)
+                    total += value * value
+                    v.store(values, at, value)
+            squares[row, 0] = v.sum(total)
 
-        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("o", (n, features), dtype),
-            ("gate", (n, features), dtype),
-            ("x", (n, skip_width), dtype),
-            ("d", (num_heads,), F32),
-            ("values", (n, features), F32),
-            ("squares", (n, 1), F32),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return gate_and_sum
 
 
 @built_once
 def _scale(
     features: int, width: int, epsilon: float, is_gated: bool, dtype: str, target: VectorTarget
-) -> tirx.PrimFunc:
+):
     """Build the kernel that divides rows by the root of their mean square, and gates them or not.
 
     Arguments of the kernel: values float32 [n, features], squares float32 [n, 1], sums over `width`
     columns, gate [n, features], weight float32 [features], out [n, features].
     """
-    lanes = math.gcd(features, target.lanes)
+    match_rows = matcher(target, dtype)
 
-    def body(n, values, squares, gate, weight, out):
-        def row(i):
-            mean = squares[i, 0] / T.float32(width)
-            scale = temp(T.float32(1.0) / T.sqrt(mean + T.float32(epsilon)))
-            with T.serial(T.int64(features // lanes)) as j:
-                at = [i, j * lanes]
-                value = load(values, at, lanes) * broadcast(scale, lanes)
-                value = value * load(weight, [j * lanes], lanes)
+    @prim_func
+    def scale_rows(
+        var_values: T.handle,
+        var_squares: T.handle,
+        var_gate: T.handle,
+        var_weight: T.handle,
+        var_out: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        values = match_float32(var_values, n, features)
+        squares = match_float32(var_squares, n, 1)
+        gate = match_rows(var_gate, n, features)
+        weight = match_float32(var_weight, features)
+        out = match_rows(var_out, n, features)
+        worker = row_worker(target)
+        v = worker.vectors(features)
+        for row in worker.items(n, features):
+            mean_square = T.meta_var(squares[row, 0] / T.float32(width))
+            scale = T.float32(1.0) / T.sqrt(mean_square + T.float32(epsilon))
+            for column in v.columns():
+                value = v.load(values, (row, column)) * v.filled(scale)
+                value *= v.load(weight, (column,))
                 if is_gated:
-                    value = value * silu_at(gate, at, lanes)
-                store(out, at, lanes, value)
+                    value *= activated("silu", v, gate, (row, column))
+                v.store(out, (row, column), value)
 
-        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("values", (n, features), F32),
-            ("squares", (n, 1), F32),
-            ("gate", (n, features), dtype),
-            ("weight", (features,), F32),
-            ("out", (n, features), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return scale_rows

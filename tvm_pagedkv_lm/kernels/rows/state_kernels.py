@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU kernels around a recurrence: what it takes, from projections, and what its output becomes."""
-
-from __future__ import annotations
+"""CPU kernels around a recurrence: its arguments, and the gate and the norm of its output."""
 
 import math
 
-from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.isa.simd import (
-    Register,
-    add,
-    broadcast,
-    constant,
-    load,
-    reduce_lanes,
-    store,
-    temp,
-)
+from tir_kernels.script import inline, prim_func
 from tir_kernels.spec import VectorTarget
+from tir_kernels.targets import row_worker
 from tvm_pagedkv.config import RecurrentConfig
 
-from .emit import parallel_if, rows_kernel
-from .row_kernels import PARALLEL_ELEMENTS, sigmoid
+from ..define import attributes, built_once, match_float32, matcher, unused
+from .gates import activate
 
 _L2_EPSILON = 1e-6
 
 
-def delta_inputs(spec: RecurrentConfig, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+class Widths:
+    """The widths of rows of a recurrence.
+
+    Attributes
+    ----------
+    key, value : int
+        Of a head of Q and K, and of V.
+    keys, values, mixed : int
+        Of all heads of Q or K, of those of V, and of Q, K and V.
+    """
+
+    def __init__(self, spec: RecurrentConfig):
+        self.key, self.value = spec.key_dim, spec.value_dim
+        self.keys, self.values = spec.num_key_heads * self.key, spec.num_heads * self.value
+        self.mixed = 2 * self.keys + self.values
+
+
+@built_once
+def delta_inputs(spec: RecurrentConfig, dtype: str, target: VectorTarget):
     """Build the kernel that makes the arguments of a gated delta rule.
 
     Q and K get a norm of 1 in every head, ``beta = sigmoid(b)`` and
@@ -38,37 +45,47 @@ def delta_inputs(spec: RecurrentConfig, dtype: str, target: VectorTarget) -> tir
     and k [n, num_key_heads, key_dim], v [n, num_heads, value_dim], log_decay and beta float32
     [n, num_heads].
     """
-    num_heads, _, _, _, width = widths(spec)
+    widths, match_rows = Widths(spec), matcher(target, dtype)
+    num_heads, num_key_heads = spec.num_heads, spec.num_key_heads
 
-    def body(n, mixed, gates, a_log, dt_bias, q, k, v, log_decay, beta):
-        def row(i):
-            keys_and_values(spec, mixed, i, (q, k, v), target)
-            with T.serial(T.int64(num_heads)) as head:
-                b, a = gates[i, head], gates[i, head + num_heads]
-                T.buffer_store(beta, rate(b), [i, head])
-                step = softplus(temp(a + dt_bias[head]))
-                decay = T.float32(0.0) - T.exp(a_log[head]) * step
-                T.buffer_store(log_decay, decay, [i, head])
+    @prim_func
+    def delta_inputs(
+        var_mixed: T.handle,
+        var_gates: T.handle,
+        var_a_log: T.handle,
+        var_dt_bias: T.handle,
+        var_q: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        var_log_decay: T.handle,
+        var_beta: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        mixed = match_rows(var_mixed, n, widths.mixed)
+        gates = match_float32(var_gates, n, 2 * num_heads)
+        a_log = match_float32(var_a_log, num_heads)
+        dt_bias = match_float32(var_dt_bias, num_heads)
+        q = match_rows(var_q, n, num_key_heads, spec.key_dim)
+        k = match_rows(var_k, n, num_key_heads, spec.key_dim)
+        v = match_rows(var_v, n, num_heads, spec.value_dim)
+        log_decay = match_float32(var_log_decay, n, num_heads)
+        beta = match_float32(var_beta, n, num_heads)
+        worker = row_worker(target)
+        for row in worker.items(n, widths.mixed):
+            split_keys_and_values(worker, widths, mixed, row, q, k, v)
+            for head in range(T.int64(num_heads)):
+                beta[row, head] = rate(gates[row, head])
+                step = T.meta_var(softplus(worker, gates[row, head + num_heads] + dt_bias[head]))
+                log_decay[row, head] = T.float32(0.0) - T.exp(a_log[head]) * step
 
-        parallel_if(n * width >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("mixed", (n, width), dtype),
-            ("gates", (n, 2 * num_heads), "float32"),
-            ("a_log", (num_heads,), "float32"),
-            ("dt_bias", (num_heads,), "float32"),
-            *_outputs(n, spec, dtype),
-            ("log_decay", (n, num_heads), "float32"),
-            ("beta", (n, num_heads), "float32"),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return delta_inputs
 
 
+@built_once
 def mamba2_inputs(
     spec: RecurrentConfig, limit: tuple[float, float], dtype: str, target: VectorTarget
-) -> tirx.PrimFunc:
+):
     """Build the kernel that makes the arguments of a Mamba2 recurrence.
 
     With ``step = clamp(softplus(dt + dt_bias), *limit)``: ``v = step * x``, ``k = B``, ``q = C``
@@ -78,41 +95,50 @@ def mamba2_inputs(
     and C), steps float32 [n, num_heads], a_log and dt_bias float32 [num_heads], then q and k
     [n, num_key_heads, key_dim], v [n, num_heads, value_dim], log_decay float32 [n, num_heads].
     """
-    num_heads, key_dim, key_width, v_width, width = widths(spec)
-    lanes = math.gcd(spec.value_dim, target.lanes)
+    widths, match_rows = Widths(spec), matcher(target, dtype)
+    num_heads, num_key_heads, (smallest, largest) = spec.num_heads, spec.num_key_heads, limit
 
-    def body(n, mixed, steps, a_log, dt_bias, q, k, v, log_decay):
-        def row(i):
-            _copy(mixed, i, v_width, k, spec.num_key_heads, key_dim, target)
-            _copy(mixed, i, v_width + key_width, q, spec.num_key_heads, key_dim, target)
-            with T.serial(T.int64(num_heads)) as head:
-                step = softplus(temp(steps[i, head] + dt_bias[head]))
-                if limit[0] > 0:
-                    step = T.max(step, T.float32(limit[0]))
-                if math.isfinite(limit[1]):
-                    step = T.min(step, T.float32(limit[1]))
-                step = temp(step)
-                decay = T.float32(0.0) - T.exp(a_log[head]) * step
-                T.buffer_store(log_decay, decay, [i, head])
-                with T.serial(T.int64(spec.value_dim // lanes)) as j:
-                    x = load(mixed, [i, head * spec.value_dim + j * lanes], lanes)
-                    store(v, [i, head, j * lanes], lanes, x * broadcast(step, lanes))
+    @prim_func
+    def mamba2_inputs(
+        var_mixed: T.handle,
+        var_steps: T.handle,
+        var_a_log: T.handle,
+        var_dt_bias: T.handle,
+        var_q: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        var_log_decay: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        mixed = match_rows(var_mixed, n, widths.mixed)
+        steps = match_float32(var_steps, n, num_heads)
+        a_log = match_float32(var_a_log, num_heads)
+        dt_bias = match_float32(var_dt_bias, num_heads)
+        q = match_rows(var_q, n, num_key_heads, spec.key_dim)
+        k = match_rows(var_k, n, num_key_heads, spec.key_dim)
+        v = match_rows(var_v, n, num_heads, spec.value_dim)
+        log_decay = match_float32(var_log_decay, n, num_heads)
+        worker = row_worker(target)
+        keys, values = worker.vectors(widths.key), worker.vectors(widths.value)
+        for row in worker.items(n, widths.mixed):
+            copy_heads(keys, mixed, row, widths.values, k)
+            copy_heads(keys, mixed, row, widths.values + widths.keys, q)
+            for head in range(T.int64(num_heads)):
+                step = softplus(worker, steps[row, head] + dt_bias[head])
+                if smallest > 0:
+                    step = T.max(step, T.float32(smallest))
+                if math.isfinite(largest):
+                    step = T.min(step, T.float32(largest))
+                log_decay[row, head] = T.float32(0.0) - T.exp(a_log[head]) * step
+                for column in values.columns():
+                    x = T.meta_var(values.load(mixed, (row, head * widths.value + column)))
+                    values.store(v, (row, head, column), x * values.filled(step))
 
-        parallel_if(n * width >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("mixed", (n, width), dtype),
-            ("steps", (n, num_heads), "float32"),
-            ("a_log", (num_heads,), "float32"),
-            ("dt_bias", (num_heads,), "float32"),
-            *_outputs(n, spec, dtype),
-            ("log_decay", (n, num_heads), "float32"),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return mamba2_inputs
 
 
+@built_once
 def gated_norm(
     heads: tuple[int, int],
     num_groups: int,
@@ -124,8 +150,8 @@ def gated_norm(
     shares_weight: bool = False,
     skip_width: int = 0,
     activation: str = "silu",
-) -> tirx.PrimFunc:
-    """Build the kernel of the gate and the norm behind a recurrence.
+):
+    """Build the kernel of the gate and the norm after a recurrence.
 
     Parameters
     ----------
@@ -148,82 +174,97 @@ def gated_norm(
     """
     num_heads, head_dim = heads
     features, heads_per_group = num_heads * head_dim, num_heads // num_groups
-    width = features // num_groups
-    lanes = math.gcd(head_dim, target.lanes)
+    width, has_skip = features // num_groups, skip_width > 0
+    match_rows = matcher(target, dtype)
 
-    def body(n, o, gate, *others_and_out):
-        *others, out = others_and_out
-        skipped = others[:2] if skip_width else None
-        weight = others[-1] if norm else None
-
-        def gate_at(i, column):
-            if activation == "silu":
-                return silu_at(gate, [i, column], lanes)
-            return sigmoid(temp(load(gate, [i, column], lanes), lanes), lanes)
-
-        def row(i):
+    @prim_func(absent=unused(x=has_skip, d=has_skip, weight=norm))
+    def gated_norm(
+        var_o: T.handle,
+        var_gate: T.handle,
+        var_x: T.handle,
+        var_d: T.handle,
+        var_weight: T.handle,
+        var_out: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        o = match_rows(var_o, n, features)
+        gate = match_rows(var_gate, n, features)
+        x = match_rows(var_x, n, skip_width)
+        d = match_float32(var_d, num_heads)
+        weight = match_float32(var_weight, width if shares_weight else features)
+        out = match_rows(var_out, n, features)
+        worker = row_worker(target)
+        v, of_group = worker.vectors(head_dim), worker.vectors(width, head_dim)
+        for row in worker.items(n, features):
             values = T.alloc_buffer((width,), "float32")
-            with T.serial(T.int64(num_groups)) as group:
-                squares = Register(lanes, init=constant(0.0, lanes))
-                with T.serial(T.int64(heads_per_group)) as head:
-                    with T.serial(T.int64(head_dim // lanes)) as j:
-                        at = head * head_dim + j * lanes
-                        column = group * width + at
-                        value = load(o, [i, column], lanes)
-                        if skipped:
-                            x, d = skipped
-                            factor = broadcast(d[group * heads_per_group + head], lanes)
-                            value = value + load(x, [i, column], lanes) * factor
+            for group in range(T.int64(num_groups)):
+                squares = v.constant(0.0)
+                for head in range(T.int64(heads_per_group)):
+                    for j in v.columns():
+                        at = T.meta_var(head * head_dim + j)
+                        column = T.meta_var(group * width + at)
+                        value = v.load(o, (row, column))
+                        if has_skip:
+                            factor = T.meta_var(v.filled(d[group * heads_per_group + head]))
+                            value += v.load(x, (row, column)) * factor
                         if norm != "gate_last":
-                            value = value * gate_at(i, column)
-                        value = temp(value, lanes)
-                        squares.fma(value, value)
-                        store(values, [at], lanes, value)
+                            value *= activated(activation, v, gate, (row, column))
+                        squares += value * value
+                        v.store(values, (at,), value)
                 scale = T.float32(1.0)
-                if norm:
-                    mean = reduce_lanes(squares.get(), lanes, add) / T.float32(width)
-                    scale = temp(T.float32(1.0) / T.sqrt(mean + T.float32(epsilon)))
-                with T.serial(T.int64(width // lanes)) as j:
-                    column = group * width + j * lanes
-                    value = load(values, [j * lanes], lanes) * broadcast(scale, lanes)
-                    if norm:
-                        at = j * lanes if shares_weight else column
-                        value = value * load(weight, [at], lanes)
+                if norm is not None:
+                    mean_square = T.meta_var(v.sum(squares) / T.float32(width))
+                    scale = T.float32(1.0) / T.sqrt(mean_square + T.float32(epsilon))
+                for j in of_group.columns():
+                    column = T.meta_var(group * width + j)
+                    value = of_group.load(values, (j,)) * of_group.filled(scale)
+                    if norm is not None:
+                        at = T.meta_var(j if shares_weight else column)
+                        value *= of_group.load(weight, (at,))
                     if norm == "gate_last":
-                        value = value * gate_at(i, column)
-                    store(out, [i, column], lanes, value)
+                        value *= activated(activation, of_group, gate, (row, column))
+                    of_group.store(out, (row, column), value)
 
-        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        rows = (n, features)
-        skipped = [("x", (n, skip_width), dtype), ("d", (num_heads,), "float32")]
-        weights = (width if shares_weight else features,)
-        return [
-            ("o", rows, dtype),
-            ("gate", rows, dtype),
-            *(skipped if skip_width else []),
-            *([("weight", weights, "float32")] if norm else []),
-            ("out", rows, dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return gated_norm
 
 
-def silu_at(gate, at: list, lanes: int):
-    """Return ``z * sigmoid(z)`` of columns of a row of the gate."""
-    z = temp(load(gate, at, lanes), lanes)
-    return z * sigmoid(z, lanes)
+def activated(activation: str, v, gate, at: tuple):
+    """Return the activation of columns of a row of the gate."""
+    return activate(activation, v.temp(v.load(gate, at)), v)
 
 
-def keys_and_values(spec: RecurrentConfig, mixed, i, outs: tuple, target: VectorTarget) -> None:
-    """Write Q, K and V of row i to heads; those of Q and K get a norm of 1."""
-    num_heads, key_dim, key_width, _, _ = widths(spec)
-    lanes, (*keys, v) = math.gcd(key_dim, target.lanes), outs
-    for out, begin in zip(keys, (0, key_width), strict=True):
-        with T.serial(T.int64(spec.num_key_heads)) as head:
-            _scale_to_one(mixed, i, head * key_dim + begin, out, head, key_dim, lanes)
-    _copy(mixed, i, 2 * key_width, v, num_heads, spec.value_dim, target)
+@inline
+def split_keys_and_values(worker, widths, mixed, row, q, k, v):
+    """Write Q, K and V of a row to heads; those of Q and K get a norm of 1."""
+    keys, values = worker.vectors(widths.key), worker.vectors(widths.value)
+    _scale_heads_to_one(keys, mixed, row, 0, q)
+    _scale_heads_to_one(keys, mixed, row, widths.keys, k)
+    copy_heads(values, mixed, row, 2 * widths.keys, v)
+
+
+@inline
+def _scale_heads_to_one(v, source, row, begin, out):
+    """Write columns of a row to heads, divided by the root of the sum of their squares."""
+    for head in range(T.int64(out.shape[1])):
+        first = T.meta_var(head * v.width + begin)
+        squares = v.constant(0.0)
+        for column in v.columns():
+            value = v.load(source, (row, first + column))
+            squares += value * value
+        scale = T.float32(1.0) / T.sqrt(v.sum(squares) + T.float32(_L2_EPSILON))
+        for column in v.columns():
+            value = v.load(source, (row, first + column)) * v.filled(scale)
+            v.store(out, (row, head, column), value)
+
+
+@inline
+def copy_heads(v, source, row, begin, out):
+    """Copy columns of a row to heads."""
+    for head in range(T.int64(out.shape[1])):
+        first = T.meta_var(head * v.width + begin)
+        for column in v.columns():
+            v.store(out, (row, head, column), v.load(source, (row, first + column)))
 
 
 def rate(b):
@@ -231,40 +272,7 @@ def rate(b):
     return T.float32(1.0) / (T.float32(1.0) + T.exp(T.float32(0.0) - b))
 
 
-def softplus(x):
-    """Return log(1 + exp(x)) without overflow."""
-    zero = T.float32(0.0)
+def softplus(worker, x):
+    """Return log(1 + exp(x)) of a number, without overflow."""
+    x, zero = worker.vectors(1).temp(x), T.float32(0.0)
     return T.max(x, zero) + T.log1p(T.exp(T.min(x, zero - x)))
-
-
-def widths(spec: RecurrentConfig) -> tuple[int, int, int, int, int]:
-    """Return heads, the width of a key, of all keys, of V, and of Q, K and V."""
-    key_width, v_width = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
-    return spec.num_heads, spec.key_dim, key_width, v_width, 2 * key_width + v_width
-
-
-def _outputs(n, spec: RecurrentConfig, dtype: str) -> list[tuple]:
-    keys = (n, spec.num_key_heads, spec.key_dim)
-    values = (n, spec.num_heads, spec.value_dim)
-    return [("q", keys, dtype), ("k", keys, dtype), ("v", values, dtype)]
-
-
-def _copy(source, row, begin: int, out, num_heads: int, width: int, target: VectorTarget) -> None:
-    """Copy columns of a row to heads."""
-    lanes = math.gcd(width, target.lanes)
-    with T.serial(T.int64(num_heads)) as head, T.serial(T.int64(width // lanes)) as j:
-        value = load(source, [row, head * width + j * lanes + begin], lanes)
-        store(out, [row, head, j * lanes], lanes, value)
-
-
-def _scale_to_one(source, row, begin, out, head, width: int, lanes: int) -> None:
-    """Write columns of a row to a head, divided by the root of the sum of their squares."""
-    squares = Register(lanes, init=constant(0.0, lanes))
-    with T.serial(T.int64(width // lanes)) as j:
-        value = temp(load(source, [row, j * lanes + begin], lanes), lanes)
-        squares.fma(value, value)
-    total = reduce_lanes(squares.get(), lanes, add)
-    scale = temp(T.float32(1.0) / T.sqrt(total + T.float32(_L2_EPSILON)))
-    with T.serial(T.int64(width // lanes)) as j:
-        value = load(source, [row, j * lanes + begin], lanes) * broadcast(scale, lanes)
-        store(out, [row, head, j * lanes], lanes, value)

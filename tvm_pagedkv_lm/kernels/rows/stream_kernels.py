@@ -1,165 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU kernels around per-layer embeddings and the residual streams of AltUp.
+"""Kernels of the residual streams of AltUp, on any target.
 
 Streams lie beside each other: a row of `num_streams` streams has ``num_streams * width`` features.
 """
 
-from __future__ import annotations
-
-import math
-
-from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.isa.simd import (
-    F32,
-    Register,
-    broadcast,
-    constant,
-    load,
-    reduce_lanes,
-    store,
-    temp,
-)
-from tir_kernels.cpu.isa.simd import add as plus
-from tir_kernels.spec import VectorTarget
+from tir_kernels.script import inline, prim_func
+from tir_kernels.targets import row_worker
 
-from .emit import built_once, parallel_if, rows_kernel
-from .row_kernels import PARALLEL_ELEMENTS, activate, normalize, sigmoid
+from ..define import Target, attributes, built_once, match_float32, matcher
+from .copies import copy_columns
+from .gates import sigmoid
 
 _SMALLEST = 1e-5  # mean square of a projected stream, as models were trained
+MAX_STREAMS = 8
 
 
-@built_once
-def take_columns(
-    features: int,
-    begin: int,
-    width: int,
-    dtype: str,
-    target: VectorTarget,
-    *,
-    scaled: bool = False,
-) -> tirx.PrimFunc:
-    """``out = x[:, begin : begin + width] (* weight)``.
+@T.meta_class
+class _RootMeanSquare:
+    def __init__(self, v):
+        self.v, self.value = v, T.local_scalar("float32")
 
-    Arguments of the kernel: x [n, features], weight float32 [width] where chosen, out [n, width].
+    @inline
+    def measure(self, x, row, begin, smallest):
+        v = T.meta_var(self.v)
+        squares = v.constant(0.0)
+        for column in v.columns():
+            value = v.load(x, (row, column + begin))
+            squares += value * value
+        mean_square = T.meta_var(v.sum(squares) / T.float32(v.width))
+        if smallest > 0.0:
+            self.value = T.sqrt(T.max(mean_square, T.float32(smallest)))
+        else:
+            self.value = T.sqrt(mean_square)
+
+
+def root_mean_square(v, x, row, begin=0, smallest: float = 0.0):
+    """Return that of the columns of x from `begin` on, which the `Vectors` v cover.
+
+    `smallest` bounds their mean square from below.
     """
-    lanes = math.gcd(width, target.lanes)
-
-    def body(n, x, *weight_and_out):
-        *weight, out = weight_and_out
-
-        def row(i):
-            with T.serial(T.int64(width // lanes)) as j:
-                value = load(x, [i, j * lanes + begin], lanes)
-                if scaled:
-                    value = value * load(weight[0], [j * lanes], lanes)
-                store(out, [i, j * lanes], lanes, value)
-
-        parallel_if(n * width >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("x", (n, features), dtype),
-            *([("weight", (width,), F32)] if scaled else []),
-            ("out", (n, width), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    found = _RootMeanSquare(v)
+    found.measure(x, row, begin, smallest)
+    return found.value
 
 
-# --- per-layer embeddings -------------------------------------------------------------------------
+def routed_shares(worker, routed, row) -> list:
+    """Return the hyperbolic tangents of a row of logits, which weigh streams."""
+    one, shares = worker.vectors(1), []
+    temp = one.arithmetic.temp
+    for s in range(int(routed.shape[-1])):
+        double = temp(routed[row, s] * T.float32(2.0))
+        shares.append(temp(T.float32(2.0) * sigmoid(double, one) - T.float32(1.0)))
+    return shares
+
+
+def dot(v, weight, row: int, shares: list):
+    """Return the sum of the products of a row of weights and shares."""
+    return v.arithmetic.temp(sum(weight[row, r] * share for r, share in enumerate(shares)))
 
 
 @built_once
-def ids_in_table(size: int, target: VectorTarget) -> tirx.PrimFunc:
-    """Build the kernel that replaces ids from `size` on by 0: ids and out int32 [n]."""
-
-    def body(n, ids, out):
-        with T.serial(n) as i:
-            T.buffer_store(out, T.if_then_else(ids[i] < size, ids[i], T.int32(0)), [i])
-
-    def arguments(n):
-        return [("ids", (n,), "int32"), ("out", (n,), "int32")]
-
-    return rows_kernel(arguments, body, target)
-
-
-@built_once
-def join_inputs(
-    hidden: int, parts: int, width: int, epsilon: float, dtype: str, target: VectorTarget
-) -> tirx.PrimFunc:
-    """Build the kernel that puts per-layer inputs behind the rows of a model.
-
-    The input of a layer is a part of `width` columns: its norm of what x was projected to, plus its
-    embedding, divided by the square root of 2.
-
-    Arguments of the kernel: x [n, hidden], projected and embedded [n, parts * width], weight
-    float32 [width], out [n, hidden + parts * width].
-    """
-    lanes, copied = math.gcd(width, target.lanes), math.gcd(hidden, target.lanes)
-
-    def body(n, x, projected, embedded, weight, out):
-        def row(i):
-            with T.serial(T.int64(hidden // copied)) as j:
-                at = [i, j * copied]
-                store(out, at, copied, load(x, at, copied))
-            with T.serial(T.int64(parts)) as part:
-                begin, to = part * width, part * width + hidden
-                normalize((projected, weight, out), i, begin, (width, epsilon, target), to=to)
-                with T.serial(T.int64(width // lanes)) as j:
-                    at = [i, to + j * lanes]
-                    value = load(out, at, lanes) + load(embedded, [i, begin + j * lanes], lanes)
-                    store(out, at, lanes, value * constant(math.sqrt(0.5), lanes))
-
-        parallel_if(n * (hidden + parts * width) >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("x", (n, hidden), dtype),
-            ("projected", (n, parts * width), dtype),
-            ("embedded", (n, parts * width), dtype),
-            ("weight", (width,), F32),
-            ("out", (n, hidden + parts * width), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
-
-
-@built_once
-def activated_product(
-    activation: str, width: int, features: int, begin: int, dtype: str, target: VectorTarget
-) -> tirx.PrimFunc:
-    """``activation(gate) * rows[:, begin : begin + width]``.
-
-    Arguments of the kernel: gate [n, width], rows [n, features], out [n, width].
-    """
-    lanes = math.gcd(width, target.lanes)
-
-    def body(n, gate, rows, out):
-        def row(i):
-            with T.serial(T.int64(width // lanes)) as j:
-                at = [i, j * lanes]
-                value = activate(activation, temp(load(gate, at, lanes), lanes), lanes)
-                store(out, at, lanes, value * load(rows, [i, j * lanes + begin], lanes))
-
-        parallel_if(n * width >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("gate", (n, width), dtype),
-            ("rows", (n, features), dtype),
-            ("out", (n, width), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
-
-
-# --- streams --------------------------------------------------------------------------------------
-
-
-@built_once
-def stack_streams(num_streams: int, width: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+def stack_streams(num_streams: int, width: int, dtype: str, target: Target):
     """Build the kernel that makes the streams: x, and what it was projected to.
 
     Each projected stream is scaled to the root mean square of x.
@@ -167,89 +70,94 @@ def stack_streams(num_streams: int, width: int, dtype: str, target: VectorTarget
     Arguments of the kernel: x [n, width], projected [n, (num_streams - 1) * width], out [n,
     num_streams * width].
     """
-    lanes = math.gcd(width, target.lanes)
+    match_rows = matcher(target, dtype)
 
-    def body(n, x, projected, out):
-        def row(i):
-            with T.serial(T.int64(width // lanes)) as j:
-                at = [i, j * lanes]
-                store(out, at, lanes, load(x, at, lanes))
-            size = temp(T.sqrt(_mean_square(x, i, 0, width, lanes)))
-            with T.serial(T.int64(num_streams - 1)) as s:
-                begin = s * width
-                scale = _scale_to(size, projected, i, begin, width, lanes)
-                with T.serial(T.int64(width // lanes)) as j:
-                    value = load(projected, [i, begin + j * lanes], lanes)
-                    value = value * broadcast(scale, lanes)
-                    store(out, [i, begin + width + j * lanes], lanes, value)
+    @prim_func
+    def stack_streams(var_x: T.handle, var_projected: T.handle, var_out: T.handle):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = match_rows(var_x, n, width)
+        projected = match_rows(var_projected, n, (num_streams - 1) * width)
+        out = match_rows(var_out, n, num_streams * width)
+        worker = row_worker(target)
+        v = worker.vectors(width)
+        for row in worker.items(n, num_streams * width):
+            copy_columns(v, x, (row,), 0, out, (row,), 0)
+            size = T.meta_var(root_mean_square(v, x, row))
+            for s in range(T.int64(num_streams - 1)):
+                begin = T.meta_var(s * width)
+                scale = size / root_mean_square(v, projected, row, begin, _SMALLEST)
+                for column in v.columns():
+                    value = v.load(projected, (row, begin + column)) * v.filled(scale)
+                    v.store(out, (row, begin + width + column), value)
 
-        parallel_if(n * (num_streams * width) >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("x", (n, width), dtype),
-            ("projected", (n, (num_streams - 1) * width), dtype),
-            ("out", (n, num_streams * width), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
+    return stack_streams
 
 
 @built_once
-def merge_streams(num_streams: int, width: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+def merge_streams(num_streams: int, width: int, dtype: str, target: Target):
     """Build the kernel of the mean of the first stream and what the others were projected to.
 
     Each projected stream is scaled to the root mean square of the first one.
 
     Arguments of the kernel: x [n, num_streams * width], one projected stream [n, width] for each
     other stream, out [n, width].
+
+    Raises
+    ------
+    ValueError
+        If there are more than `MAX_STREAMS` streams.
     """
-    lanes, count = math.gcd(width, target.lanes), num_streams - 1
+    if num_streams > MAX_STREAMS:
+        raise ValueError(f"there may be {MAX_STREAMS} streams, got {num_streams}")
+    match_rows = matcher(target, dtype)
 
-    def body(n, x, *projected_and_out):
-        *projected, out = projected_and_out
+    @prim_func(absent=[f"var_projected_{i}" for i in range(num_streams, MAX_STREAMS)])
+    def merge_streams(
+        var_x: T.handle,
+        var_projected_1: T.handle,
+        var_projected_2: T.handle,
+        var_projected_3: T.handle,
+        var_projected_4: T.handle,
+        var_projected_5: T.handle,
+        var_projected_6: T.handle,
+        var_projected_7: T.handle,
+        var_out: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = match_rows(var_x, n, num_streams * width)
+        handles = T.meta_var(
+            [
+                *(var_projected_1, var_projected_2, var_projected_3, var_projected_4),
+                *(var_projected_5, var_projected_6, var_projected_7),
+            ][: num_streams - 1]
+        )
+        projected = T.meta_var([match_rows(handle, n, width) for handle in handles])
+        out = match_rows(var_out, n, width)
+        worker = row_worker(target)
+        v = worker.vectors(width)
+        temp = T.meta_var(v.arithmetic.temp)
+        for row in worker.items(n, num_streams * width):
+            size = T.meta_var(root_mean_square(v, x, row))
+            scales = T.meta_var(
+                [temp(size / root_mean_square(v, each, row, 0, _SMALLEST)) for each in projected]
+            )
+            for column in v.columns():
+                at = T.meta_var((row, column))
+                scaled = T.meta_var(
+                    v.load(each, at) * v.filled(scale)
+                    for each, scale in zip(projected, scales, strict=True)
+                )
+                total = T.meta_var(sum(scaled, v.load(x, at)))
+                v.store(out, at, total * v.constant(1 / num_streams))
 
-        def row(i):
-            size = temp(T.sqrt(_mean_square(x, i, 0, width, lanes)))
-            scales = [_scale_to(size, each, i, 0, width, lanes) for each in projected]
-            with T.serial(T.int64(width // lanes)) as j:
-                at = [i, j * lanes]
-                total = load(x, at, lanes)
-                for each, scale in zip(projected, scales, strict=True):
-                    total = total + load(each, at, lanes) * broadcast(scale, lanes)
-                store(out, at, lanes, total * constant(1 / num_streams, lanes))
-
-        parallel_if(n * (num_streams * width) >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("x", (n, num_streams * width), dtype),
-            *((f"projected_{i}", (n, width), dtype) for i in range(count)),
-            ("out", (n, width), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
-
-
-def _mean_square(x, row, begin, width: int, lanes: int):
-    squares = Register(lanes, init=constant(0.0, lanes))
-    with T.serial(T.int64(width // lanes)) as j:
-        value = temp(load(x, [row, begin + j * lanes], lanes), lanes)
-        squares.fma(value, value)
-    return reduce_lanes(squares.get(), lanes, plus) / T.float32(width)
-
-
-def _scale_to(size, x, row, begin, width: int, lanes: int):
-    """Return the factor that gives columns of a row the root mean square `size`."""
-    square = _mean_square(x, row, begin, width, lanes)
-    return temp(size / T.sqrt(T.max(square, T.float32(_SMALLEST))))
+    return merge_streams
 
 
 @built_once
-def predict_streams(
-    num_streams: int, width: int, dtype: str, target: VectorTarget
-) -> tirx.PrimFunc:
-    """Build the kernel that predicts the streams behind a layer: x plus a mixture of its streams.
+def predict_streams(num_streams: int, width: int, dtype: str, target: Target):
+    """Build the kernel that predicts the streams after a layer: x plus a mixture of its streams.
 
     Stream `to` gets stream `of` times the sum over r of ``weight[to * num_streams + of, r]`` times
     ``tanh(routed[r])``.
@@ -257,39 +165,40 @@ def predict_streams(
     Arguments of the kernel: x [n, num_streams * width], routed float32 [n, num_streams], weight
     float32 [num_streams ** 2, num_streams], out like x.
     """
-    lanes, streams = math.gcd(width, target.lanes), range(num_streams)
+    match_rows, streams = matcher(target, dtype), range(num_streams)
 
-    def body(n, x, routed, weight, out):
-        def row(i):
-            shares = _shares(routed, i, num_streams)
-            mixture = [
-                [_dot(weight, to * num_streams + of, shares) for of in streams] for to in streams
-            ]
-            with T.serial(T.int64(width // lanes)) as j:
-                values = [temp(load(x, [i, j * lanes + s * width], lanes), lanes) for s in streams]
-                for to in streams:
-                    total = values[to]
-                    for factor, value in zip(mixture[to], values, strict=True):
-                        total = total + value * broadcast(factor, lanes)
-                    store(out, [i, j * lanes + to * width], lanes, total)
+    @prim_func
+    def predict_streams(
+        var_x: T.handle, var_routed: T.handle, var_weight: T.handle, var_out: T.handle
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = match_rows(var_x, n, num_streams * width)
+        routed = match_float32(var_routed, n, num_streams)
+        weight = match_float32(var_weight, num_streams**2, num_streams)
+        out = match_rows(var_out, n, num_streams * width)
+        worker = row_worker(target)
+        v = worker.vectors(width)
+        for row in worker.items(n, num_streams * width):
+            shares = T.meta_var(routed_shares(worker, routed, row))
+            mixture = T.meta_var([dot(v, weight, i, shares) for i in range(num_streams**2)])
+            for column in v.columns():
+                values = T.meta_var([v.temp(v.load(x, (row, column + s * width))) for s in streams])
+                _store_mixtures(v, values, mixture, out, row, column)
 
-        parallel_if(n * (num_streams * width) >= PARALLEL_ELEMENTS, n, row)
+    return predict_streams
 
-    def arguments(n):
-        return [
-            ("x", (n, num_streams * width), dtype),
-            ("routed", (n, num_streams), F32),
-            ("weight", (num_streams**2, num_streams), F32),
-            ("out", (n, num_streams * width), dtype),
-        ]
 
-    return rows_kernel(arguments, body, target)
+def _store_mixtures(v, values: list, mixture: list, out, row, column) -> None:
+    """Store each of the vectors of all streams plus their mixture."""
+    for to, value in enumerate(values):
+        factors = mixture[to * len(values) : (to + 1) * len(values)]
+        parts = (each * v.filled(by) for each, by in zip(values, factors, strict=True))
+        v.store(out, (row, column + to * v.width), sum(parts, value))
 
 
 @built_once
-def correct_streams(
-    num_streams: int, active: int, width: int, dtype: str, target: VectorTarget
-) -> tirx.PrimFunc:
+def correct_streams(num_streams: int, active: int, width: int, dtype: str, target: Target):
     """Build the kernel that adds to each stream a share of what a layer changed in the active one.
 
     The share of stream s is 1 plus the sum over r of ``weight[s, r] * tanh(routed[r])``.
@@ -297,90 +206,69 @@ def correct_streams(
     Arguments of the kernel: predicted [n, num_streams * width], computed [n, width], routed float32
     [n, num_streams], weight float32 [num_streams, num_streams], out like `predicted`.
     """
-    lanes, streams = math.gcd(width, target.lanes), range(num_streams)
+    match_rows, streams = matcher(target, dtype), range(num_streams)
 
-    def body(n, predicted, computed, routed, weight, out):
-        def row(i):
-            shares = _shares(routed, i, num_streams)
-            factors = [temp(_dot(weight, s, shares) + T.float32(1.0)) for s in streams]
-            with T.serial(T.int64(width // lanes)) as j:
-                before = load(predicted, [i, j * lanes + active * width], lanes)
-                change = temp(load(computed, [i, j * lanes], lanes) - before, lanes)
-                for s in streams:
-                    at = [i, j * lanes + s * width]
-                    value = load(predicted, at, lanes) + change * broadcast(factors[s], lanes)
-                    store(out, at, lanes, value)
+    @prim_func
+    def correct_streams(
+        var_predicted: T.handle,
+        var_computed: T.handle,
+        var_routed: T.handle,
+        var_weight: T.handle,
+        var_out: T.handle,
+    ):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        predicted = match_rows(var_predicted, n, num_streams * width)
+        computed = match_rows(var_computed, n, width)
+        routed = match_float32(var_routed, n, num_streams)
+        weight = match_float32(var_weight, num_streams, num_streams)
+        out = match_rows(var_out, n, num_streams * width)
+        worker = row_worker(target)
+        v = worker.vectors(width)
+        temp = T.meta_var(v.arithmetic.temp)
+        for row in worker.items(n, num_streams * width):
+            shares = T.meta_var(routed_shares(worker, routed, row))
+            factors = T.meta_var(
+                [temp(dot(v, weight, s, shares) + T.float32(1.0)) for s in streams]
+            )
+            for column in v.columns():
+                before = T.meta_var(v.load(predicted, (row, column + active * width)))
+                change = v.load(computed, (row, column)) - before
+                _store_corrected(v, predicted, change, factors, out, row, column)
 
-        parallel_if(n * (num_streams * width) >= PARALLEL_ELEMENTS, n, row)
+    return correct_streams
 
-    def arguments(n):
-        return [
-            ("predicted", (n, num_streams * width), dtype),
-            ("computed", (n, width), dtype),
-            ("routed", (n, num_streams), F32),
-            ("weight", (num_streams, num_streams), F32),
-            ("out", (n, num_streams * width), dtype),
-        ]
 
-    return rows_kernel(arguments, body, target)
+def _store_corrected(v, predicted, change, factors: list, out, row, column) -> None:
+    """Store the vectors of all streams plus their shares of a change."""
+    for s, factor in enumerate(factors):
+        at = (row, column + s * v.width)
+        v.store(out, at, v.load(predicted, at) + change * v.filled(factor))
 
 
 @built_once
-def add_to_streams(num_streams: int, width: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+def add_to_streams(num_streams: int, width: int, dtype: str, target: Target):
     """Build the kernel that adds rows to all streams but the first.
 
     Arguments of the kernel: x [n, num_streams * width], added [n, width], out like x.
     """
-    lanes = math.gcd(width, target.lanes)
+    match_rows = matcher(target, dtype)
 
-    def body(n, x, added, out):
-        def row(i):
-            with T.serial(T.int64(width // lanes)) as j:
-                value = temp(load(added, [i, j * lanes], lanes), lanes)
-                for s in range(num_streams):
-                    at = [i, j * lanes + s * width]
-                    store(out, at, lanes, load(x, at, lanes) + value if s else load(x, at, lanes))
+    @prim_func
+    def add_to_streams(var_x: T.handle, var_added: T.handle, var_out: T.handle):
+        T.func_attr(attributes(target))
+        n = T.int64()
+        x = match_rows(var_x, n, num_streams * width)
+        added = match_rows(var_added, n, width)
+        out = match_rows(var_out, n, num_streams * width)
+        worker = row_worker(target)
+        v = worker.vectors(width)
+        for row in worker.items(n, num_streams * width):
+            for column in v.columns():
+                value = v.load(added, (row, column))
+                v.store(out, (row, column), v.load(x, (row, column)))
+                for s in T.unroll(1, num_streams):
+                    at = T.meta_var((row, column + s * width))
+                    v.store(out, at, v.load(x, at) + value)
 
-        parallel_if(n * (num_streams * width) >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [
-            ("x", (n, num_streams * width), dtype),
-            ("added", (n, width), dtype),
-            ("out", (n, num_streams * width), dtype),
-        ]
-
-    return rows_kernel(arguments, body, target)
-
-
-@built_once
-def scaled_sum(width: int, factor: float, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
-    """``(x + y) * factor`` for x, y and out [n, width]."""
-    lanes = math.gcd(width, target.lanes)
-
-    def body(n, x, y, out):
-        def row(i):
-            with T.serial(T.int64(width // lanes)) as j:
-                at = [i, j * lanes]
-                total = load(x, at, lanes) + load(y, at, lanes)
-                store(out, at, lanes, total * constant(factor, lanes))
-
-        parallel_if(n * width >= PARALLEL_ELEMENTS, n, row)
-
-    def arguments(n):
-        return [(name, (n, width), dtype) for name in ("x", "y", "out")]
-
-    return rows_kernel(arguments, body, target)
-
-
-def _shares(routed, row, count: int) -> list:
-    """Return tanh of the logits of a row."""
-    shares = []
-    for s in range(count):
-        double = temp(routed[row, s] * T.float32(2.0))
-        shares.append(temp(T.float32(2.0) * sigmoid(double, 1) - T.float32(1.0)))
-    return shares
-
-
-def _dot(weight, row: int, shares: list):
-    return temp(sum(weight[row, r] * share for r, share in enumerate(shares)))
+    return add_to_streams

@@ -29,8 +29,8 @@ from tir_kernels.cpu.isa.matrices.amx_tile import AmxTile, NarrowAmxTile
 from tir_kernels.cpu.isa.matrices.tile_pairs import TilePairs
 from tir_kernels.cpu.isa.simd import F32, temp
 
-from .output_blocks import OutputBlocks
-from .packed_products import DEPTH, UNIT_ROWS
+from ..output_blocks import OutputBlocks
+from ..packed_products import DEPTH, TASK_ROWS
 
 # Rows from which on tiles of 16 rows are used. A few rows wait for weights in any case.
 MIN_TILE_ROWS = 8
@@ -40,8 +40,8 @@ BLOCKS_PER_TASK = 4
 PART_STEPS = DEPTH // (2 * SIDE)
 
 
-class TileUnits(ABC):
-    """Units of rows of which `MIN_TILE_ROWS` or more are multiplied in tiles.
+class TileTasks(ABC):
+    """Rows of a task, of which `MIN_TILE_ROWS` or more are multiplied in tiles.
 
     Attributes
     ----------
@@ -73,26 +73,28 @@ class TileUnits(ABC):
             `column` of the block: as `AmxTile.add_step` takes it.
         """
 
-    def blocks_per_task(self, row_units):
-        """Return how many blocks a task multiplies: no more than there are units of rows."""
+    takes_many_blocks = True
+
+    def blocks_per_task(self, row_tasks):
+        """Return how many blocks a task multiplies: no more than there are tasks of rows."""
         # Without rows there are no tasks, but the number of groups is divided by this.
-        limit = T.min(row_units, T.int64(BLOCKS_PER_TASK))
+        limit = T.min(row_tasks, T.int64(BLOCKS_PER_TASK))
         return temp(T.max(limit, T.int64(1)), 1, "int64")
 
     @contextmanager
-    def unit(self, count, row_of: Callable) -> Iterator[Callable]:
+    def task(self, count, row_of: Callable) -> Iterator[Callable]:
         """Copy the rows and configure the tiles; release them after all products.
 
-        Parameters and what is yielded are those of `PackedProducts.unit`.
+        Parameters and what is yielded are those of `PackedProducts.task`.
         """
         in_tiles = count >= T.int64(MIN_TILE_ROWS)
-        rows = T.alloc_buffer((self.num_steps, UNIT_ROWS, SIDE), INT32)
+        rows = T.alloc_buffer((self.num_steps, TASK_ROWS, SIDE), INT32)
         with T.If(in_tiles), T.Then():
             self._copy_rows(rows, count, row_of)
             self.ops.begin_task()
 
         def sums(block):
-            buffer = T.alloc_buffer((UNIT_ROWS, self.matrix.width), F32)
+            buffer = T.alloc_buffer((TASK_ROWS, self.matrix.width), F32)
             with T.If(in_tiles):
                 with T.Then():
                     self._add_tiles(buffer, rows, block, count)

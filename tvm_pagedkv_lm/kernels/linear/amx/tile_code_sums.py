@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of rows with quantized weights in the tiles of AMX, as numbers of bfloat16.
 
-The codes of a part of a block become a panel of tiles, once for all rows of a unit. Rows arrive as
+The codes of a part of a block become a panel of tiles, once for all rows of a task. Rows arrive as
 the integers of `row_codes.encode_rows`, by which fewer rows are multiplied. Converting these back
 to bfloat16 restores a number, unless it is so small that its group's scale has rounded it.
 """
@@ -28,18 +28,18 @@ from tir_kernels.cpu.isa.simd import (
 )
 from tir_kernels.cpu.isa.stack import ALIGN_STACK, align_stack
 
-from ...formats.weight_formats import GROUP
-from .code_matrix import CodeMatrix
-from .code_products import ByteProducts, llvm_helpers
-from .code_sums import CodeSums
-from .packed_products import UNIT_ROWS
-from .tile_units import PART_STEPS, TileUnits
+from ....formats.weight_formats import GROUP
+from ..code_matrix import CodeMatrix
+from ..code_products import ByteProducts, llvm_helpers
+from ..code_sums import CodeSums
+from ..packed_products import TASK_ROWS
+from .tile_tasks import PART_STEPS, TileTasks
 
 assert GROUP == 2 * SIDE, "a group is a step"
 _BYTE = 0xFF
 
 
-class TileCodeSums(TileUnits, CodeSums):
+class TileCodeSums(TileTasks, CodeSums):
     """`CodeSums` that multiply many rows in tiles.
 
     Parameters
@@ -56,14 +56,14 @@ class TileCodeSums(TileUnits, CodeSums):
         self.num_steps = matrix.num_groups
 
     def scope(self):
-        """Open the scope in which products can be emitted."""
+        """Return the scope in which products can be emitted."""
         return import_llvm(ALIGN_STACK, *llvm_helpers(self.matrix), *self.ops.llvm_helpers)
 
     @contextmanager
-    def unit(self, count, row_of: Callable) -> Iterator[Callable]:
-        """Emit what a unit of rows needs around its products, as `PackedProducts.unit` does."""
+    def task(self, count, row_of: Callable) -> Iterator[Callable]:
+        """Emit what the rows of a task need around its products, as `PackedProducts.task` does."""
         align_stack()
-        with super().unit(count, row_of) as sums:
+        with super().task(count, row_of) as sums:
             yield sums
 
     def _copy_rows(self, rows, count, row_of: Callable) -> None:
@@ -88,7 +88,7 @@ class TileCodeSums(TileUnits, CodeSums):
     def _tiles_of(self, block, first, length) -> Callable:
         width = self.matrix.width
         panel = T.alloc_buffer((PART_STEPS, SIDE, width), INT32)
-        products = ByteProducts(self.matrix, self.weight, self.x, UNIT_ROWS, lambda row: row)
+        products = ByteProducts(self.matrix, self.weight, self.x, TASK_ROWS, lambda row: row)
         with T.serial(length) as step:
             group = temp(first + step, 1, "int64")
             for v in range(self.matrix.vectors):

@@ -15,12 +15,12 @@ from tir_kernels.cpu.isa.matrices.amx import SIDE
 from tir_kernels.cpu.isa.matrices.tile_pairs import TilePairs
 from tir_kernels.cpu.isa.simd import broadcast, chunks, store, temp
 
-from .packed_layout import PackedMatrix
-from .packed_products import PackedProducts
-from .tile_units import TileUnits
+from ..packed_layout import PackedMatrix
+from ..packed_products import PackedProducts
+from .tile_tasks import TileTasks
 
 
-class TileProducts(TileUnits, PackedProducts):
+class TileProducts(TileTasks, PackedProducts):
     """`PackedProducts` that multiply many rows in tiles.
 
     Parameters

@@ -7,7 +7,8 @@
     python scripts/tools/kernel_hashes.py record before.json --level code
 
 A hash covers the structure of a kernel's TIR, types, shapes, constants and attributes included. The
-names of variables and buffers do not count. With `--level code` it covers the assembly that LLVM
+names of variables and buffers do not count. Specs whose names begin with "lm-" are the kernels of
+the language models for a target. With `--level code` it covers the assembly that LLVM
 makes for a CPU of the spec's kind, and for GPUs the generated CUDA, but for its variables' names:
 kernels that are written otherwise may compile to the same code. `compare` exits with 1 if a kernel
 differs, is missing or is new. `show` prints a kernel as TVMScript or code, to compare two trees
@@ -27,6 +28,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import tvm
 import tvm_ffi
 from tvm.target import Target
 
@@ -37,6 +39,9 @@ from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 from tvm_pagedkv.compiler.lowering import compile_kernel
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned processes know only the file
+from lm_kernels import LmKernels  # noqa: E402
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 AVX512 = VectorTarget()
@@ -187,10 +192,22 @@ SPECS = {f"cpu-{name}": spec for name, spec in CPU_SPECS.items()} | {
 }
 for _name, _recurrent in RECURRENT_SPECS.items():
     SPECS |= {f"cpu-{_name}": _recurrent, f"cuda-{_name}": replace(_recurrent, target=GPU)}
+_LM_TARGETS = {
+    "avx512": VectorTarget(has_bf16_dot=True, has_vnni=True),
+    "avx2": AVX2,
+    "avx2-words": AVX2_WORDS,
+    "sse": SSE,
+    "neon": NEON,
+    "amx": VectorTarget(has_bf16_dot=True, has_vnni=True, has_amx=True),
+    "cuda": GPU,
+}
+SPECS |= {f"lm-{name}": LmKernels(target) for name, target in _LM_TARGETS.items()}
 
 
-def builders(spec: KernelSpec) -> dict:
+def builders(spec: KernelSpec | LmKernels) -> dict:
     """Name -> function that builds the kernel, for all kernels of a spec."""
+    if isinstance(spec, LmKernels):
+        return spec.builders()
     names = tir_kernels.kernel_names(spec, for_stock=True)
     found = {name: functools.partial(tir_kernels.build_kernel, name, spec) for name in names}
     if isinstance(spec.target, VectorTarget) and getattr(spec, "kind", "") == "mha_sliding":
@@ -216,8 +233,12 @@ def llvm_target(target: VectorTarget) -> Target:
     return Target({"kind": "llvm", "mcpu": cpus[target.lanes]})
 
 
-def code(function, spec: KernelSpec) -> str:
+def code(function, spec: KernelSpec | LmKernels) -> str:
     """The assembly of a kernel, or its CUDA without the names of variables."""
+    if isinstance(spec, LmKernels) and isinstance(spec.target, VectorTarget):
+        module = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})
+        built = tvm.tirx.build(module, target=llvm_target(spec.target))
+        return _DEBUG_INFORMATION.sub("", built.inspect_source("asm"))
     if isinstance(spec.target, VectorTarget):
         module = compile_kernel(function, "kernel", llvm_target(spec.target))
         return _DEBUG_INFORMATION.sub("", module.inspect_source("asm"))
@@ -235,7 +256,7 @@ def code(function, spec: KernelSpec) -> str:
     return before + names.sub(number, begin + kernels)
 
 
-def _hash(function, spec: KernelSpec, level: str) -> str:
+def _hash(function, spec: KernelSpec | LmKernels, level: str) -> str:
     if level == "code":
         return hashlib.sha256(code(function, spec).encode()).hexdigest()[:16]
     return f"{tvm_ffi.structural_hash(function, map_free_vars=True) & (2**64 - 1):016x}"

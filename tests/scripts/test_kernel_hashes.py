@@ -48,6 +48,14 @@ def test_a_change_is_noticed(tool, tmp_path, monkeypatch, capsys):
     assert {"merge", "apply_sinks", "prefill_shared"} == changed
 
 
+def test_norms_of_language_models_have_hashes(tool, tmp_path):
+    file, only = tmp_path / "hashes.json", ["--only", "lm-", "--kernel", "norm-1024"]
+    assert tool("record", str(file), *only, "--processes", "1") == 0
+    found = json.loads(file.read_text())
+    assert "lm-avx2/norm-1024-bfloat16" in found and "lm-cuda/norm-1024-float32" in found
+    assert not [value for value in found.values() if value.endswith("Error")]
+
+
 @pytest.mark.parametrize("spec", ["cpu-narrow-heads", "cuda-narrow-heads"])
 def test_names_do_not_count_in_code(tool, tmp_path, monkeypatch, spec):
     file, only = str(tmp_path / "hashes.json"), ["--only", spec, "--processes", "1"]

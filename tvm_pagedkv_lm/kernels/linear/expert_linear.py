@@ -101,7 +101,8 @@ def expert_linear(
             addends = T.meta_var([(bias_buffer, partial(_same_row, expert))])
             output = T.meta_var(Output(out, out_row_of, addends))
             sums = T.meta_var(opened(products.task(count, row_of)))
-            store_sums(matrix, sums(expert * num_blocks + block), block, count, output)
+            stacked = expert * num_blocks + block
+            store_sums(matrix, sums(stacked), block, count, output)
 
     return expert_linear
 

@@ -101,7 +101,7 @@ def test_embedding(shape, dtype):
 def test_float16_needs_conversion_in_hardware(function):
     matrix = PackedMatrix(64, 64, "float16", VectorTarget(4, 16, has_f16_convert=False))
     with pytest.raises(ValueError, match="arguments of float16.* has_f16_convert=False"):
-        function(matrix, *(["float16"] if function is linear else []))
+        function(matrix, *(["float16"] * 2 if function is linear else []))
 
 
 def test_models_refuse_float16_without_conversion():

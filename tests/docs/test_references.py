@@ -82,7 +82,8 @@ def test_the_tree_of_folders_is_complete():
         if line and not line.startswith(" "):
             package = line.split()[0]
         elif re.match(r"  \S", line):
-            named |= {package + name for name in re.findall(r"[\w.]+/(?= |$)|\w+\.py", line[:40])}
+            names = line.strip().split("  ")[0]
+            named |= {package + name for name in re.findall(r"\w+/|\w+\.py", names)}
     missing = {name for name in named if not (ROOT / name).exists()}
     assert not missing, "architecture.md names what is not there"
     packages = {name.split("/")[0] for name in named}

@@ -10,10 +10,10 @@ from tvm.script import tirx as T
 from tir_kernels.cpu.isa.simd import require_half_target
 from tir_kernels.cpu.isa.vector_rows import PARALLEL_IF
 from tir_kernels.define import target_attributes
-from tir_kernels.spec import STORED_ITEMSIZE, CudaTarget, VectorTarget
+from tir_kernels.spec import STORED_ITEMSIZE, GpuTarget, VectorTarget
 from tvm_pagedkv.compiler import for_relax
 
-Target = VectorTarget | CudaTarget
+Target = VectorTarget | GpuTarget
 
 
 def built_once(build: Callable[..., tirx.PrimFunc]) -> Callable[..., tirx.PrimFunc]:

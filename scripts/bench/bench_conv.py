@@ -20,7 +20,7 @@ from tvm.script import tirx as T
 from tir_kernels import build_kernel
 from tir_kernels.conv_spec import ACTIVATIONS, ConvSpec
 from tir_kernels.cpu.isa.simd import F32, load, store
-from tir_kernels.cpu.work import TASKS
+from tir_kernels.cpu.tasks import TASKS
 from tir_kernels.define import target_attributes
 from tir_kernels.script import prim_func
 from tvm_pagedkv.compiler.build import resolve_target, vector_target

@@ -22,7 +22,7 @@ from tvm.script import tirx as T
 
 from tir_kernels.cpu.isa.simd import F32, broadcast, load, store
 from tir_kernels.cpu.recurrent.scan import recurrent_scan
-from tir_kernels.cpu.work import TASKS
+from tir_kernels.cpu.tasks import TASKS
 from tir_kernels.define import target_attributes
 from tir_kernels.moves.recurrent import recurrent_append
 from tir_kernels.recurrent_spec import RULES, RecurrentSpec

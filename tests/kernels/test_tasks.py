@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tir_kernels.cpu.attention.mla import SequenceTiles
 from tir_kernels.cpu.isa.simd import import_llvm
 from tir_kernels.cpu.page_ops.arrays import match
-from tir_kernels.cpu.work import Queue, Splits
+from tir_kernels.cpu.tasks import Queue, Splits
 from tir_kernels.define import target_attributes
 from tir_kernels.script import prim_func
 from tir_kernels.semantics.visibility import CausalMask

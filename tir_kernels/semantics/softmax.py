@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The online softmax in the exp2 domain: constants, final values, and merges of partial states."""
+"""The softmax in the exp2 domain: soft-cap, constants, final values, merges of partial states."""
 
 from __future__ import annotations
 
+import math
+
 from tvm.script import tirx as T
 
-from ..vectors import F32
+from ..spec import LOG2E
+from ..vectors import F32, vector_type
 
 # Running maximum of a row that has seen no column: finite, so that `-inf - top` is not NaN, and no
 # larger than any score, so that every finite score counts.
@@ -18,6 +21,10 @@ NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own m
 _LOG2 = tuple(2.8853900817779268 / n for n in (1, 3, 5, 7, 9, 11))
 
 _FAR = -125.0  # the smaller state weighs at least 2**_FAR of the other one, never 0
+
+# (2**f - 1) / f on [-0.5, 0.5]: Taylor, relative error 2e-8.
+_EXP2_LESS_ONE = tuple(math.log(2) ** n / math.factorial(n) for n in range(1, 9))
+_TANH_ONE = 40.0  # tanh(x) is 1 in float32 where 2 * x * log2(e) is beyond it
 
 
 def inverse_total(total):
@@ -102,3 +109,31 @@ def selected(value, weight, lanes: int, arithmetic):
     """``value * weight``, and zero where the weight is zero, whatever the value is."""
     weight, zero = arithmetic.broadcast(weight, lanes), arithmetic.constant(0.0, lanes)
     return arithmetic.temp(T.Select(weight == zero, zero, value * weight), lanes)
+
+
+def soft_cap(score, cap: float | None, lanes: int, arithmetic):
+    """Cap a vector of scores, which are logits times log2(e): ``cap * tanh(x / cap)``.
+
+    ``tanh(x) = e / (e + 2)`` for ``e = exp(2 * x) - 1``, and e is computed without cancellation, so
+    that small scores keep their relative accuracy of a few float32 roundings. Infinite scores
+    become the cap, NaN stays NaN. `arithmetic` is `cpu.isa.simd`, or the
+    instructions of a GPU for one lane.
+    """
+    if cap is None:
+        return score
+    int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
+    constant, temp = arithmetic.constant, arithmetic.temp
+    power = temp(score * constant(2 / cap, lanes), lanes)
+    power = arithmetic.at_least(arithmetic.at_most(power, _TANH_ONE, lanes), -_TANH_ONE, lanes)
+    power = temp(power, lanes)
+    whole = temp(arithmetic.rint(power, lanes), lanes)
+    fraction = temp(power - whole, lanes)
+    less_one = constant(_EXP2_LESS_ONE[-1], lanes)
+    for c in reversed(_EXP2_LESS_ONE[:-1]):
+        less_one = less_one * fraction + constant(c, lanes)
+    less_one = temp(less_one * fraction, lanes)
+    exponent = T.cast(whole, int_type) + arithmetic.broadcast(T.int32(127), lanes)
+    exponent = T.shift_left(exponent, arithmetic.broadcast(T.int32(23), lanes))
+    scale = temp(T.reinterpret(float_type, exponent), lanes)
+    e = temp(scale * less_one + (scale - constant(1.0, lanes)), lanes)
+    return temp(constant(cap * LOG2E, lanes) * e / (e + constant(2.0, lanes)), lanes)

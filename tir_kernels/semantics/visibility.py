@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from tvm.script import tirx as T
 
-from ..signatures.arguments import Lengths
-from ..signatures.inputs import RaggedInputs
+from ..signatures.inputs import Lengths, RaggedInputs
 from ..vectors import broadcast, ramp
 
 NO_LIMIT = (1 << 31) - 1

@@ -7,8 +7,7 @@ spec has them.
 
 from __future__ import annotations
 
-from .arguments import Lengths
-from .inputs import FusedInputs, PagedInputs, RaggedInputs, SharedInputs
+from .inputs import FusedInputs, Lengths, PagedInputs, RaggedInputs, SharedInputs
 from .signature import Signature
 
 _PAGES = "pages", "page_indptr", "page_ids"

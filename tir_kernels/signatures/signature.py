@@ -12,8 +12,7 @@ from ..define import F32, I32, aligned
 from ..layout import first_element, match_pages
 from ..script import name_value
 from ..spec import KernelSpec
-from .arguments import PAGES, Argument, Lengths, arguments_of
-from .inputs import AttentionInputs
+from .inputs import PAGES, Argument, AttentionInputs, Lengths, arguments_of
 
 # Letters of sizes that a call decides, and what errors call them. Others are named as they are.
 VARIABLES = {

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .arguments import ROWS, Lengths, array, scalar
-from .inputs import PagedInputs
+from .inputs import ROWS, Lengths, PagedInputs, array, scalar
 from .signature import Signature
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .arguments import PAGES, ROWS, array, scalar
+from .inputs import PAGES, ROWS, array, scalar
 from .signature import Signature
 
 

@@ -20,9 +20,8 @@ from tvm.target import Target
 
 import tir_kernels
 from tir_kernels.cpu.rows import page_schedule
+from tir_kernels.cpu.tasks import ALLOCATE, RELEASE, Splits
 from tir_kernels.cpu.tiles import tile_splits
-from tir_kernels.cpu.work import Splits
-from tir_kernels.cpu.workspace import ALLOCATE, RELEASE
 from tir_kernels.releases import TensorLoad, buffer_of
 
 from ..config import KVCacheConfig

@@ -3,7 +3,7 @@
 
 TVM would take the buffers of a task from a pool of the thread that does it. The thread that calls
 the kernel takes those of all tasks at once instead, so a cache that calls can lend memory of its
-own: `tir_kernels.cpu.workspace`.
+own: `tir_kernels.cpu.tasks`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from tvm import tirx
 from tvm.ir import Call, GlobalVar, PointerType, PrimType, Var
 from tvm.tirx.buffer import is_buffer_var
 
-from tir_kernels.cpu.work import TASK_LOOP
-from tir_kernels.cpu.workspace import allocate, release
+from tir_kernels.cpu.tasks import TASK_LOOP, allocate, release
 from tir_kernels.releases import StringImm
 
 _MIN_HEAP_BYTES = 1024  # TVM puts smaller buffers on the stack

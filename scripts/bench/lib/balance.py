@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.work import TASK_LOOP
+from tir_kernels.cpu.tasks import TASK_LOOP
 
 
 def stamped(kernel: tirx.PrimFunc) -> tirx.PrimFunc:

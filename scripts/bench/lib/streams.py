@@ -18,7 +18,7 @@ import tvm
 from tvm.script import tirx as T
 
 from tir_kernels.cpu.isa.simd import constant, load, store
-from tir_kernels.cpu.work import TASKS
+from tir_kernels.cpu.tasks import TASKS
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv.threads import num_threads
 

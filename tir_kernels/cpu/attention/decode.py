@@ -34,7 +34,7 @@ from ..rows.local_rows import (
 from ..rows.page_schedule import PageSchedule, Pairs, Slots
 from ..rows.products import helpers_of, products_of, single_row_operands
 from ..softmax.output import Output, PartialStates, finish
-from ..work import TASKS, Queue, cut
+from ..tasks import TASKS, Queue, cut
 
 
 @inline

@@ -17,6 +17,7 @@ from ..isa.simd import import_llvm
 from ..pages.kv_rows import PagedRows, RaggedRows
 from ..rows.products import helpers_of
 from ..softmax.logits import AlibiBias
+from ..tasks import TASKS, Queue, num_threads
 from ..tiles.kv_tile import POSITIONS, KvTile
 from ..tiles.output_tile import OutputTile
 from ..tiles.query_tile import BLOCKS, QueryTile, Tiling
@@ -25,7 +26,6 @@ from ..tiles.tile_products import TileProducts
 from ..tiles.tile_queue import TileQueue
 from ..tiles.tile_softmax import TileSoftmax
 from ..tiles.tree_mask import TreeMask
-from ..work import TASKS, Queue, num_threads
 from .single_rows import Singles
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves

@@ -12,7 +12,7 @@ from ..isa.simd import index_temp
 from ..rows.local_rows import max_local_heads
 from ..rows.page_schedule import segment_of
 from ..softmax.output import Output, PartialStates
-from ..work import cut
+from ..tasks import cut
 from .decode import RowAttention
 
 SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size

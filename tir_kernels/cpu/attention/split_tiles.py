@@ -16,6 +16,7 @@ from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..pages.kv_rows import LatentRows, PagedRows
 from ..softmax.output import Output, PartialStates, finish
+from ..tasks import TASKS
 from ..tiles.amx_products import products_of
 from ..tiles.kv_tile import POSITIONS
 from ..tiles.lane_kv import LaneKv
@@ -23,7 +24,6 @@ from ..tiles.lane_rows import LaneMask, LaneQueries, LaneView, RowBlocks
 from ..tiles.lane_softmax import LaneSoftmax
 from ..tiles.query_tile import tile_tokens
 from ..tiles.tile_splits import CutTile, Split, TileSlots, TileSplits
-from ..work import TASKS
 
 
 @inline

@@ -15,9 +15,8 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...semantics.visibility import WindowMask
-from ...signatures.arguments import Lengths
 from ...signatures.attention import DECODE_WINDOWED, PREFILL_WINDOWED
-from ...signatures.inputs import Elements, PagedInputs
+from ...signatures.inputs import Elements, Lengths, PagedInputs
 from ...spec import KernelSpec
 from .decode import decode
 from .prefill import paged

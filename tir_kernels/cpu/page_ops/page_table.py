@@ -18,7 +18,7 @@ from tvm.script import tirx as T
 from ...define import target_attributes
 from ...script import inline, prim_func
 from ..isa.simd import index_temp
-from ..work import TASKS, cut
+from ..tasks import TASKS, cut
 from ..worker import SERIAL_BELOW_BYTES
 from .arrays import match
 

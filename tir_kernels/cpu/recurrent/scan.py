@@ -20,7 +20,7 @@ from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
 from ...signatures.states import RECURRENT_SCAN, ScanInputs
 from ..isa.simd import F32, import_llvm, require_half_target
-from ..work import TASKS, Queue
+from ..tasks import TASKS, Queue
 from ..worker import SERIAL_BELOW_BYTES
 from .recurrent_token import RecurrentToken
 from .state_columns import Place, StateColumns, blocks_of

@@ -4,7 +4,7 @@
 from tvm.script import tirx as T
 
 from ...script import inline
-from ..work import Splits, num_threads
+from ..tasks import Splits, num_threads
 
 FEW_TOKENS = 10  # of a sequence: more are worth a copy of the state to the L1 cache
 STATE_TOKENS = 3  # that take as long as to read and write the state

@@ -15,8 +15,7 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...spec import KernelSpec
 from ..isa.simd import index_temp
-from ..work import Splits, cut, num_threads
-from ..workspace import Workspace
+from ..tasks import Splits, Workspace, cut, num_threads
 from .local_rows import max_local_heads
 
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves

@@ -6,7 +6,7 @@ from functools import partial
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.soft_cap import soft_cap as soft_cap_of
+from ...semantics.softmax import soft_cap as soft_cap_of
 from ...spec import LOG2E, KernelSpec
 from ..isa import simd
 from ..isa.simd import F32, broadcast, chunks, literal, load, store, store_row, vector_type

@@ -16,7 +16,7 @@ from ...signatures.inputs import AttentionInputs
 from ...spec import LOG2E, KernelSpec
 from ..isa import simd
 from ..isa.simd import broadcast, exp2, load, multiply_add, store, store_row, temp
-from ..workspace import Workspace
+from ..tasks import Workspace
 
 _TOP, _TOTAL = range(2)
 

@@ -7,8 +7,7 @@ from ...script import inline
 from ...semantics.visibility import WholeSequence
 from ...spec import KernelSpec
 from ..isa.simd import index_temp
-from ..work import TASKS, cut, num_threads
-from ..workspace import Workspace
+from ..tasks import TASKS, Workspace, cut, num_threads
 from .slot_lists import SERIAL_POSITIONS, ListedRow
 
 

@@ -30,10 +30,10 @@ from ..isa.simd import (
     store,
     temp,
 )
+from ..tasks import TASKS, cut, num_threads
 from ..tiles.kv_operands import operands
 from ..tiles.kv_tile import POSITIONS
 from ..tiles.lane_softmax import LaneScores
-from ..work import TASKS, cut, num_threads
 from .index_scores import TokenTile, score_tile, tile_tokens
 from .top_k import TopK, TopKLists, keys_of, llvm_helpers
 

@@ -17,10 +17,9 @@ from ...signatures.sparse import INDEX_TOP_BLOCKS, IndexInputs
 from ...spec import KernelSpec
 from ..isa.matrices.register_tile import round_up
 from ..isa.simd import F32, broadcast, constant, import_llvm, load, require_half_conversion, store
+from ..tasks import TASKS, Workspace, cut, num_threads
 from ..tiles.kv_operands import operands
 from ..tiles.lane_softmax import LaneScores
-from ..work import TASKS, cut, num_threads
-from ..workspace import Workspace
 from .index_scores import TokenTile, score_tile, tile_tokens
 from .top_k import OFFERED, TopK, TopKLists, keys_of, llvm_helpers
 

@@ -10,11 +10,11 @@ from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..pages.kv_rows import LatentRows
 from ..rotation import NoRotation
+from ..tasks import TASKS, cut
 from ..tiles.kv_tile import POSITIONS
 from ..tiles.lane_kv import LaneKv
 from ..tiles.lane_products import LaneProducts
 from ..tiles.lane_rows import LaneQueries, LaneView, RowBlocks
-from ..work import TASKS, cut
 
 TILE_ROWS = 256  # rows of Q, with all their heads, that share packed keys
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves

@@ -26,7 +26,7 @@ from ..isa.simd import (
     temp,
 )
 from ..pages.kv_rows import load_row
-from ..work import TASKS, cut, num_threads
+from ..tasks import TASKS, cut, num_threads
 from .top_k import OFFERED, TopK, TopKLists, keys_of, llvm_helpers
 
 SERIAL_PAGES = 64  # pages and KV heads below which a launch costs more than it saves

@@ -6,8 +6,7 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...semantics.visibility import RaggedSequence
 from ...spec import KernelSpec
-from ..work import TASKS, cut, num_threads
-from ..workspace import Workspace
+from ..tasks import TASKS, Workspace, cut, num_threads
 
 SERIAL_POSITIONS = 1 << 15  # below which a launch costs more than it saves
 

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ..isa.simd import broadcast, load, temp, vector_type
-from ..workspace import Workspace
+from ..tasks import Workspace
 
 OFFERED = 64  # scores that a list takes at once, at most
 _BINS = 1 << 11

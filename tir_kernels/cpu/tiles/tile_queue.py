@@ -5,7 +5,7 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..work import Queue
+from ..tasks import Queue
 
 
 @T.meta_class

@@ -12,8 +12,7 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ..softmax.output import finish
-from ..work import cut, num_threads
-from ..workspace import Workspace
+from ..tasks import Workspace, cut, num_threads
 from .kv_tile import POSITIONS
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves

@@ -4,7 +4,7 @@
 from tvm.script import tirx as T
 
 from tir_kernels.script import prim_func
-from tir_kernels.semantics.soft_cap import soft_cap
+from tir_kernels.semantics.softmax import soft_cap
 from tir_kernels.spec import LOG2E
 from tir_kernels.targets import row_worker
 

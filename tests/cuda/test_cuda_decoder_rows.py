@@ -14,9 +14,9 @@ from tir_kernels.spec import CudaTarget
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 from tvm_pagedkv_lm.kernels.rows import gates, norms
 
-from ..support.cuda_cases import BF16, F16, F32
-from ..support.cuda_emulator import emulated
-from ..support.selections import latin_square
+from ..support.cases.kernels.cuda_cases import BF16, F16, F32
+from ..support.emulators.cuda_emulator import emulated
+from ..support.harness.selections import latin_square
 
 GPU, EPSILON = CudaTarget(), 1e-5
 # Relative to the largest of a row: of float32 sums, and of one rounding.

@@ -178,7 +178,7 @@ def _split_rotary_with_longrope(num_rows: int, start: int = 0) -> int:
     """Compare with the reference; how often the kernels read a position."""
     rope, expected = specs_of("longrope", 64)
     spec = make_spec((2, 1), 64, (F32, F32), rope=rope)
-    source = counting_loads(cuda_text("split_rotary", spec), "positions")
+    source = counting_loads(cuda_text("split_rotary", spec), "rope_positions")
     qkv, _, parts = fused(np.random.default_rng(start), spec, num_rows)
     positions = (start + np.arange(num_rows)).astype(np.int32)[::-1].copy()
     tensor = tensors_for(spec)

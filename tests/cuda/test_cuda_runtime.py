@@ -139,21 +139,6 @@ def test_forwards_agree_with_the_reference(device, seed):
     pair.check()
 
 
-def test_steps_that_continue_the_last_one(device):
-    """All kernels are those that ship, that of the arrays too."""
-    pair = DevicePair(device, windows=(0,))
-    steps = pair.prepare([{0: 9, 1: 5}, *[{0: 1, 1: 1}] * 11, {1: 1, 0: 1}, {1: 1, 0: 1}])
-    pair.add(0, 1)
-    copied = []
-    for step in steps:
-        pair.step(step)
-        copied.append(pair.cache.stats()["aux_bytes_copied"])
-    assert device.num_pending() > 0
-    num_bytes = np.diff(copied)
-    assert max(*num_bytes[1:11], num_bytes[12]) < min(num_bytes[0], num_bytes[11])
-    pair.check()
-
-
 def prepared(device, num_steps: int = 5) -> tuple[DevicePair, list]:
     pair = DevicePair(device)
     pair.add(0, 1)

@@ -83,7 +83,7 @@ def test_the_attention_that_makes_mistakes_is_right_without_them():
     code = """
 import numpy as np
 from tests import reference
-from tests.support import faults
+from tests.support.harness import faults
 rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal((n, h, d)) for n, h, d in ((5, 6, 8), (9, 2, 8), (9, 2, 24)))
 mask = rng.random((5, 9)) < 0.5

@@ -26,7 +26,7 @@ from ....relax.test_frontend import (
 )
 from ...harness.fast_compilation import MODEL_TARGET, path_of_children
 
-STANDIN = Path(__file__).with_name("mlc_standin")
+STANDIN = Path(__file__).parents[2] / "emulators" / "mlc_standin"
 
 
 @pytest.fixture

@@ -20,7 +20,10 @@ else:
 
 if SERIES >= (0, 27):
     from tvm.backend.cuda import export_cuda_host
+    from tvm.s_tir import SBlock, SBlockRealize
 else:
+    from tvm.tirx import SBlock, SBlockRealize
+
     export_cuda_host = None  # `require_cuda` refuses
 
 
@@ -39,6 +42,8 @@ def require_cuda() -> None:
 
 __all__ = [
     "SERIES",
+    "SBlock",
+    "SBlockRealize",
     "StringImm",
     "TensorLoad",
     "TensorRegion",

@@ -10,13 +10,13 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import Var
 from tvm.tirx.buffer import is_buffer_var
 
 from tir_kernels.cpu.isa.vector_rows import PARALLEL_IF
 from tir_kernels.cpu.worker import ITEM_BYTES, SERIAL_BELOW_BYTES
-from tir_kernels.releases import TensorLoad, buffer_of
+from tir_kernels.releases import SBlock, SBlockRealize, TensorLoad, buffer_of
 
 
 def for_relax(function: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -24,8 +24,8 @@ def for_relax(function: tirx.PrimFunc) -> tirx.PrimFunc:
     module = count_from_zero(tvm.IRModule({"main": parallel_where_large(function)}))
     body = _variables_as_arrays(module["main"].body)
     # Relax asks every function for a block around its body.
-    root = s_tir.SBlock([], [], [], "root", body)
-    return function.with_body(s_tir.SBlockRealize([], tirx.const(True, "bool"), root))
+    root = SBlock([], [], [], "root", body)
+    return function.with_body(SBlockRealize([], tirx.const(True, "bool"), root))
 
 
 def _variables_as_arrays(body: tirx.Stmt) -> tirx.Stmt:

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "families": {"blocks", "config", "gguf", "weights"},
     "model": {"blocks", "config", "families", "formats", "gguf", "kernels", "text", "weights"},
     "parallel": {"blocks", "config", "model", "text"},
-    "engine": {"config", "model", "text"},
+    "engine": {"model", "text"},
     "cli": {"engine", "model", "parallel", "text"},
 }
 # Of kernels: specs of types, and for kernels, what those for any target are written with, and the

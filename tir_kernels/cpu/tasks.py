@@ -23,9 +23,9 @@ TASKS = {TASK_LOOP: 1}
 
 # linkonce_odr: several kernels of one module may bring the helper.
 _TAKE = """
-define linkonce_odr i64 @pagedkv_take_unit(ptr %next) #0 {
-  %unit = atomicrmw add ptr %next, i64 1 monotonic
-  ret i64 %unit
+define linkonce_odr i64 @pagedkv_take_item(ptr %next) #0 {
+  %item = atomicrmw add ptr %next, i64 1 monotonic
+  ret i64 %item
 }
 attributes #0 = { alwaysinline nounwind }
 """
@@ -125,7 +125,7 @@ class Queue:
 
     def take(self):
         """Return the next item, int64; to be assigned to a variable."""
-        return T.call_extern("int64", "pagedkv_take_unit", T.address_of(self.next[0]))
+        return T.call_extern("int64", "pagedkv_take_item", T.address_of(self.next[0]))
 
 
 def allocate(num_bytes, dtype: str):

@@ -79,8 +79,8 @@ class Isa(ABC):
     target : GpuTarget
     """
 
-    #: Whether one thread of a block stores what all of them hold, with a barrier after it, or all
-    #: do without one. A barrier may take registers that there are not.
+    # Whether one thread stores what all threads of a block hold, and a barrier follows. Without
+    # it all threads store the same, which saves the registers that a barrier costs.
     stores_once: bool = True
     shared_scope: str = "shared"  # of arrays in shared memory that are indexed
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen descriptions of a cache: its layers, its rotary embedding, its size."""
+"""Frozen descriptions of a cache: its layers, its rotary embedding, its size.
 
+Programs with options of their own check them with the same functions, and raise the same errors.
+"""
+
+from .._checks import check_choice, check_int, check_positive
 from .alibi import standard_slopes
 from .cache_config import KVCacheConfig
 from .dtypes import DTYPES, ITEMSIZE, KV_DTYPES
@@ -41,5 +45,8 @@ __all__ = [
     "ResolvedConfig",
     "ResolvedLayer",
     "RopeConfig",
+    "check_choice",
+    "check_int",
+    "check_positive",
     "standard_slopes",
 ]

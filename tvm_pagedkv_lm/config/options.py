@@ -11,10 +11,9 @@ from tvm.target import Target
 
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import vector_target
-from tvm_pagedkv.config import DTYPES
+from tvm_pagedkv.config import DTYPES, check_choice, check_int
 
 from ..formats.weight_formats import FORMATS, WeightFormat
-from .checks import check_choice, check_int
 from .decoder_config import DecoderConfig
 
 LayerScales = tuple[tuple[int, Any], ...]  # a layer, and its scales of K and of V

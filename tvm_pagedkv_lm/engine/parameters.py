@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config.checks import check_int
+from tvm_pagedkv.config import check_int
+
 from ..model.model import DecoderModel
 from ..text.tokens import check_tokens, encode_text
 

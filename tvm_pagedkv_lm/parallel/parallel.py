@@ -16,10 +16,10 @@ import numpy as np
 import tvm_ffi
 
 from tvm_pagedkv.compiler import resolve_target, vector_target
+from tvm_pagedkv.config import check_positive
 from tvm_pagedkv.distributed import process_session, threaded_session
 
 from ..blocks.mixers import Mixer
-from ..config.checks import check_positive
 from ..config.decoder_config import DecoderConfig
 from ..config.default_dtype import default_dtype
 from ..config.options import BuildOptions, check_batch_invariant, check_states

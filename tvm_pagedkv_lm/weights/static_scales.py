@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tvm_pagedkv.config import MHA_KINDS, LayerSpec
+from tvm_pagedkv.config import MHA_KINDS, LayerSpec, check_choice
 
-from ..config.checks import check_choice
 from ..config.decoder_config import DecoderConfig
 from ..config.options import LayerScales
 from .tensors import Tensors

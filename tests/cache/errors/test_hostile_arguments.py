@@ -77,10 +77,9 @@ OTHERS = {
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache, or one with recurrent layers: test_recurrent_cache.py,
-# transfer/test_first_positions.py,
-# test_hostile_creation.py, test_transfer_messages.py,
-# test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py,
-# test_cuda_scratch.py, test_rnn_state.py, kernels/test_threads.py.
+# test_state_types.py, transfer/test_first_positions.py, test_hostile_creation.py,
+# test_transfer_messages.py, test_hostile_bundles.py, test_prefix_stores.py, test_cuda_scratch.py,
+# stores/test_checksum.py, test_other_machines.py, test_rnn_state.py, kernels/test_threads.py.
 WITHOUT_CACHE = {
     CREATE_IN_MODEL, CREATE_POSITIONALLY, OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",

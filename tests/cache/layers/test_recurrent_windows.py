@@ -11,7 +11,7 @@ import tvm.testing
 
 import tvm_pagedkv as pkv
 
-from ...support.cases.caches.cache_cases import reserved_bytes
+from ...support.cases.caches.cache_cases import reserved_bytes, small_hybrid
 from ...support.worlds.recurrent_world import World
 
 
@@ -93,19 +93,11 @@ def test_attention_is_that_of_a_cache_without_recurrent_layers(mode):
 
 def test_a_long_text_needs_the_pages_of_its_window():
     """Attention keeps 24 positions; ingredients reach back to a state, and are as many always."""
-    recurrent = pkv.RecurrentConfig("mamba2", 1, 1, 8, 8, checkpoint_tokens=64)
-    config = pkv.KVCacheConfig(
-        num_layers=2,
-        num_qo_heads=1,
-        num_kv_heads=1,
-        qk_head_dim=8,
-        page_size=4,
-        dtype="float32",
+    config = small_hybrid(
+        checkpoint_tokens=64,
         max_num_sequences=1,
         max_total_tokens=40,
         prefill_chunk_size=16,
-        layers=[pkv.LayerSpec("recurrent", recurrent=recurrent), pkv.LayerSpec()],
-        rope=pkv.RopeConfig(mode="none"),
         sliding_window=True,
     )
     cache = pkv.create(config)

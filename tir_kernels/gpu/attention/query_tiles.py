@@ -8,7 +8,7 @@ merges their partial states.
 
 Events of a block with s stages, for each of its tiles of rows::
 
-    begin_rows             which rows and columns; what tells them goes from registers to memory
+    begin_rows             find the rows and columns; spill their indices to shared memory
     attend_to_columns      for each span of columns, of which dropped positions leave two:
         load                   copy Q, barrier, rotate it
         compute                start to copy the first s - 1 tiles of K and V; for each tile t:

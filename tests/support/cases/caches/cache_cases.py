@@ -23,6 +23,22 @@ def layer_of(window: int, **fields) -> dict:
     return {**LAYER, **kind, **fields}
 
 
+def small_hybrid(checkpoint_tokens: int, **options) -> pkv.KVCacheConfig:
+    """Describe a recurrent layer and one of attention, with one head of 8 columns each."""
+    recurrent = pkv.RecurrentConfig("mamba2", 1, 1, 8, 8, checkpoint_tokens=checkpoint_tokens)
+    return pkv.KVCacheConfig(
+        num_layers=2,
+        num_qo_heads=1,
+        num_kv_heads=1,
+        qk_head_dim=8,
+        page_size=4,
+        dtype="float32",
+        layers=[pkv.LayerSpec("recurrent", recurrent=recurrent), pkv.LayerSpec()],
+        rope=pkv.RopeConfig(mode="none"),
+        **options,
+    )
+
+
 def reserved_bytes(cache: pkv.KVCache) -> int:
     """Return what a cache has allocated, without what its kernels borrow: that comes with steps."""
     stats = cache.stats()
